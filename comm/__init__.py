@@ -1,0 +1,1 @@
+"""Where data is, and moving it between ranks."""

@@ -1,0 +1,1 @@
+"""Online dynamic batching: batches formed at the DataLoader, where true lengths are known."""

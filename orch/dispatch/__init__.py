@@ -1,0 +1,1 @@
+"""Dispatchers: the balancing algorithms of a stage, one a file, one table."""

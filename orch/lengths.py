@@ -1,0 +1,100 @@
+"""What is measured of a step: the lengths of all its samples and items, over all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+
+import numpy as np
+
+from orch.comm.topology import IntArray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ItemLengths:
+    """The items of one stage over all ranks, in ascending owner sample.
+
+    Attributes:
+        sample: int64[M], the sample that owns each item; nondecreasing.
+        length: int64[M], what enters the encoder, in its own unit (patches, frames).
+        num_rows: int64[M], rows that leave the encoder for the LLM (tokens).
+        num_bytes: int64[M], bytes of the raw item on the wire.
+
+    Raises:
+        ValueError: If the arrays differ in length, are negative, or `sample` decreases.
+    """
+
+    sample: IntArray
+    length: IntArray
+    num_rows: IntArray
+    num_bytes: IntArray
+
+    def __post_init__(self) -> None:
+        _check_vectors(self, len(np.asarray(self.sample)))
+        if np.any(np.diff(self.sample) < 0):
+            raise ValueError("`sample` must not decrease, but does instead.")
+
+    def __len__(self) -> int:
+        return len(self.sample)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepLengths:
+    """The samples of one optimizer step over all ranks and micro-steps.
+
+    Sample ids are positions in these arrays. They ascend by the rank that drew the sample, then by the micro-step it
+    was drawn for, then by its place in that group.
+
+    Attributes:
+        home: int64[N], the rank that drew each sample; nondecreasing.
+        micro_step: int64[N], the micro-step (0 to K-1) whose group it was drawn into.
+        llm_length: int64[N], tokens in the LLM, placeholders of media included.
+        num_bytes: int64[N], bytes on the wire of everything of the sample that is not a stage's item.
+        num_label_tokens: int64[N], tokens that are trained on.
+        num_micro_steps: K.
+        stages: The items of each encoder stage by its name, in the order in which stages run.
+
+    Raises:
+        ValueError: If the arrays differ in length, are negative or out of order.
+    """
+
+    home: IntArray
+    micro_step: IntArray
+    llm_length: IntArray
+    num_bytes: IntArray
+    num_label_tokens: IntArray
+    num_micro_steps: int = 1
+    stages: Mapping[str, ItemLengths] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _check_vectors(self, len(np.asarray(self.home)))
+        if np.any(np.diff(self.home) < 0):
+            raise ValueError("`home` must not decrease, but does instead.")
+        if self.num_samples and int(self.micro_step.max()) >= self.num_micro_steps:
+            raise ValueError(
+                f"`micro_step` must be below {self.num_micro_steps}, but reaches {self.micro_step.max()} instead."
+            )
+        for name, items in self.stages.items():
+            if len(items) and int(items.sample[-1]) >= self.num_samples:
+                raise ValueError(
+                    f"`sample` of stage {name!r} must be below {self.num_samples}, but is {items.sample[-1]} instead."
+                )
+
+    @property
+    def num_samples(self) -> int:
+        """N, over all ranks and micro-steps."""
+        return len(self.home)
+
+
+def _check_vectors(record: object, size: int) -> None:
+    """Turns every array field into a non-negative int64 vector of `size`, or says which one is not."""
+    for spec in fields(record):  # type: ignore[arg-type]
+        if spec.type != "IntArray":
+            continue
+        values = np.ascontiguousarray(getattr(record, spec.name), dtype=np.int64)
+        if values.shape != (size,):
+            raise ValueError(f"`{spec.name}` must have shape ({size},), but has {values.shape} instead.")
+        if size and values.min() < 0:
+            where = int(np.argmin(values))
+            raise ValueError(f"`{spec.name}` must not be negative, but is {values[where]} at {where} instead.")
+        object.__setattr__(record, spec.name, values)
