@@ -1,0 +1,141 @@
+"""What travels with a batch, and the hooks that use it around the model's own, unmodified forward."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from orch.comm.all_to_all import exchange_many
+from orch.comm.layout import Exchange
+from orch.loss import token_loss_sum
+from orch.stage import Item, Stage, stages_in
+
+BATCH_KEY = "orch"
+_MARK = "_orch_hooks"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StageBatch:
+    """What one stage does on this rank in one micro-step.
+
+    Attributes:
+        inputs: Keyword arguments of the encoder: its balanced batch, or a dummy.
+        num_rows: Rows of the output that count; 0 for a dummy.
+        exchange: This rank's view of the rearrangement of rows, encoder to LLM.
+        parts: The LLM-side tensors of the items that this rank's LLM batch holds.
+        part_rows: Rows of each of these items.
+        moves: Whether any row of any rank changes rank.
+    """
+
+    inputs: Mapping[str, Any]
+    num_rows: int
+    exchange: Exchange
+    parts: tuple[Item, ...]
+    part_rows: tuple[int, ...]
+    moves: bool = True
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MicroStep:
+    """The plan of one micro-step on this rank; it travels in the batch under the key "orch".
+
+    Attributes:
+        step: Number of the optimizer step.
+        index: Number of the micro-step within it.
+        num_micro_steps: K of this step.
+        loss_scale: Factor of the summed token loss.
+        num_label_tokens: T, label tokens of the whole step over all ranks.
+        stages: What each stage does, by name.
+        group: Process group for encoder outputs; None for one rank.
+        exchange_method: "flat" or "all_gather".
+    """
+
+    step: int
+    index: int
+    num_micro_steps: int
+    loss_scale: float
+    num_label_tokens: int
+    stages: Mapping[str, StageBatch]
+    group: dist.ProcessGroup | None = None
+    exchange_method: str = "flat"
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the optimizer steps after this micro-step."""
+        return self.index == self.num_micro_steps - 1
+
+
+class _ModelHooks:
+    """Runs every stage once before the model's forward, and the exact loss after it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.stages = stages_in(model)
+        self._micro_step: MicroStep | None = None
+        self._labels: torch.Tensor | None = None
+        self._unused: list[torch.Tensor] = []
+
+    def before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        micro_step = kwargs.pop(BATCH_KEY, None)
+        if micro_step is None:
+            return args, kwargs
+        if list(micro_step.stages) != list(self.stages):
+            raise ValueError(
+                f"`batch` must be planned for the stages {list(self.stages)}, but is for {list(micro_step.stages)} instead."
+            )
+        self._micro_step, self._labels = micro_step, kwargs.pop("labels", None)
+        for name, batch in micro_step.stages.items():
+            rows = run_stage(self.stages[name], batch, micro_step)
+            self.stages[name].route(rows, batch.parts, batch.part_rows)
+            if not batch.parts:
+                self._unused += rows
+        return args, kwargs
+
+    def after_embedding(self, module: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> Any:
+        """Ties rows that this rank's LLM batch has no use for into the graph, so that backward exchanges run here too."""
+        if not self._unused:
+            return None
+        unused, self._unused = self._unused, []
+        return output + 0 * sum(rows.sum() for rows in unused).to(output.dtype)  # type: ignore[union-attr]
+
+    def after_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        micro_step, labels = self._micro_step, self._labels
+        unserved = [name for name, stage in self.stages.items() if stage.unserved()]
+        unused = bool(self._unused)
+        self._micro_step, self._labels, self._unused = None, None, []
+        for stage in self.stages.values():
+            stage.release()
+        if micro_step is None or output is None:
+            return None
+        if unserved or unused:
+            raise RuntimeError(
+                f"The model's forward did not use what was routed to it: stages {unserved or 'without items'}; its "
+                "gradients would be wrong. Does the model's forward embed `input_ids` and call its encoders?"
+            )
+        if labels is not None:
+            output["loss"] = token_loss_sum(output["logits"], labels) * micro_step.loss_scale
+        return output
+
+
+def run_stage(stage: Stage, batch: StageBatch, micro_step: MicroStep) -> tuple[torch.Tensor, ...]:
+    """Encodes this rank's balanced batch and sends the rows straight to the LLM's layout."""
+    rows = tuple(tensor[: batch.num_rows] for tensor in stage.encode(batch.inputs))
+    if not batch.moves or micro_step.group is None:
+        index = torch.from_numpy(batch.exchange.send_index[batch.exchange.recv_index]).to(rows[0].device)
+        return tuple(tensor.index_select(0, index) for tensor in rows)
+    return tuple(exchange_many(rows, batch.exchange, micro_step.group, method=micro_step.exchange_method))
+
+
+def instrument_model(model: nn.Module) -> None:
+    """Installs the hooks on a model whose encoders are stages. Installing them again changes nothing."""
+    if _MARK in model.__dict__:
+        return
+    hooks = _ModelHooks(model)
+    object.__setattr__(model, _MARK, hooks)
+    model.register_forward_pre_hook(hooks.before_forward, with_kwargs=True, prepend=True)
+    model.register_forward_hook(hooks.after_forward, with_kwargs=True, always_call=True)
+    model.get_input_embeddings().register_forward_hook(hooks.after_embedding)  # type: ignore[operator]

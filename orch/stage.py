@@ -1,0 +1,185 @@
+"""Stages: encoders instrumented in place, so that a model calls them as ever and gets rows routed from other ranks.
+
+In an orchestrated micro-step each stage runs once, from a hook before the model's own forward (`orch.micro_step`); the
+model's own calls of the encoder then return the rows that were routed to this rank. At any other time a stage is the
+plain encoder.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+import torch
+from torch import nn
+
+Sample = Mapping[str, Any]
+Item = dict[str, torch.Tensor]
+EncoderT = TypeVar("EncoderT", bound=nn.Module)
+
+_ATTRIBUTE = "_orch_stage"
+
+
+@runtime_checkable
+class EncoderAdapter(Protocol):
+    """How to count, split, join and feed one encoder. It knows nothing of ranks.
+
+    An item is a dict of tensors under the sample's own key names: one image, clip or recording.
+    """
+
+    keys: frozenset[str]
+    """Keys of a sample that belong to the items of this stage."""
+
+    def split(self, sample: Sample) -> list[Item]:
+        """The items of a sample, in the order in which the LLM consumes them; [] if it has none."""
+        ...
+
+    def length(self, item: Item) -> int:
+        """Units that enter the encoder (patches, frames)."""
+        ...
+
+    def num_rows(self, item: Item) -> int:
+        """Rows that leave the encoder for the LLM (tokens)."""
+        ...
+
+    def llm_part(self, item: Item) -> Item:
+        """The small tensors that the LLM's side needs of an item (a grid, a length)."""
+        ...
+
+    def join(self, items: list[Item]) -> dict[str, Any]:
+        """Keyword arguments of the encoder's forward for a batch of items."""
+        ...
+
+    def dummy(self) -> Item:
+        """The smallest legal item."""
+        ...
+
+    def rows(self, output: Any) -> tuple[torch.Tensor, ...]:
+        """The tensors of the encoder's output that go to the LLM, each with the rows of all items in front."""
+        ...
+
+    def llm_inputs(self, parts: list[Item]) -> dict[str, Any]:
+        """Keyword arguments that make the model call the encoder for these items without their media."""
+        ...
+
+    def calls(self, parts: list[Item]) -> list[list[int]]:
+        """Positions of the parts that each of the model's calls of the encoder serves, in the order of the calls."""
+        ...
+
+    def output(self, rows: tuple[torch.Tensor, ...]) -> Any:
+        """What the encoder's forward would return for these rows."""
+        ...
+
+    def cost(self) -> tuple[float, float, float]:
+        """FLOPs per item, per unit of length and per squared unit."""
+        ...
+
+
+class Stage:
+    """The instrument of one encoder.
+
+    Attributes:
+        name: Name of the stage.
+        encoder: The encoder, whose `forward` is this stage's `serve`.
+        adapter: How to count, split, join and feed it.
+    """
+
+    def __init__(self, encoder: nn.Module, name: str, adapter: EncoderAdapter) -> None:
+        self.name = name
+        self.encoder = encoder
+        self.adapter = adapter
+        self._plain_forward = encoder.forward
+        self._routed: list[tuple[torch.Tensor, ...]] | None = None
+
+    def encode(self, inputs: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
+        """Runs the encoder on a joined batch: its output tensors, rows in front."""
+        assert self._routed is None, self.name
+        return self.adapter.rows(self.encoder(**inputs))
+
+    def route(self, rows: tuple[torch.Tensor, ...], parts: Sequence[Item], num_rows: Sequence[int]) -> None:
+        """Holds the rows of this rank's LLM items ready for the model's own calls."""
+        pieces = [torch.split(tensor, list(num_rows)) for tensor in rows] if num_rows else []
+        self._routed = [
+            tuple(torch.cat([tensor[i] for i in positions]) for tensor in pieces)
+            for positions in self.adapter.calls(list(parts))
+        ]
+
+    def release(self) -> None:
+        """Makes the encoder plain again."""
+        self._routed = None
+
+    def unserved(self) -> int:
+        """How many of the model's calls are still to come."""
+        return len(self._routed or [])
+
+    def serve(self, *args: Any, **kwargs: Any) -> Any:
+        """The encoder's forward: routed rows within an orchestrated micro-step, else the encoder itself."""
+        if self._routed is None:
+            return self._plain_forward(*args, **kwargs)
+        if not self._routed:
+            raise RuntimeError(
+                f"The model called the encoder of stage {self.name!r} more often than its adapter "
+                f"{type(self.adapter).__name__}.calls says it would."
+            )
+        return self.adapter.output(self._routed.pop(0))
+
+
+def stage(encoder: EncoderT, name: str, adapter: EncoderAdapter | None = None) -> EncoderT:
+    """Instruments an encoder in place as a stage, and returns it.
+
+    Its class, attributes, parameter names and `state_dict` stay as they are. Outside an orchestrated micro-step it
+    behaves as before.
+
+    Args:
+        encoder: The encoder module.
+        name: Name of the stage in plans and reports.
+        adapter: How to feed it; found by the encoder's class if not given.
+
+    Raises:
+        ValueError: If the encoder is a stage already, holds BatchNorm (whose statistics would depend on how items are
+            dealt), or has no known adapter.
+    """
+    if _ATTRIBUTE in encoder.__dict__:
+        raise ValueError(f"`encoder` must not be a stage yet, but is stage {stage_of(encoder).name!r} instead.")
+    for path, module in encoder.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            raise ValueError(f"`encoder` must not hold BatchNorm, but {path!r} is {type(module).__name__} instead.")
+    adapter = _known_adapter(encoder) if adapter is None else adapter
+    if not isinstance(adapter, EncoderAdapter):
+        missing = sorted(m for m in _protocol_members() if not hasattr(adapter, m))
+        raise ValueError(f"`adapter` must have {missing}, but {type(adapter).__name__} lacks them instead.")
+    instrument = Stage(encoder, name, adapter)
+    object.__setattr__(encoder, _ATTRIBUTE, instrument)
+    object.__setattr__(encoder, "forward", instrument.serve)
+    return encoder
+
+
+def stage_of(encoder: nn.Module) -> Stage:
+    """The stage that an encoder was made into."""
+    found: Stage = encoder.__dict__[_ATTRIBUTE]
+    return found
+
+
+def stages_in(model: nn.Module) -> dict[str, Stage]:
+    """The stages of a model by name, in the order in which its modules are registered: the order in which they run.
+
+    Raises:
+        ValueError: If two stages bear one name.
+    """
+    found: dict[str, Stage] = {}
+    for module in model.modules():
+        if _ATTRIBUTE in module.__dict__:
+            instrument = stage_of(module)
+            if instrument.name in found:
+                raise ValueError(f"`name` of a stage must be unique, but two stages are {instrument.name!r} instead.")
+            found[instrument.name] = instrument
+    return found
+
+
+def _known_adapter(encoder: nn.Module) -> Any:
+    return importlib.import_module("orch.encoders").adapter_for(encoder)
+
+
+def _protocol_members() -> list[str]:
+    return [m for m in (*EncoderAdapter.__annotations__, *vars(EncoderAdapter)) if not m.startswith("_")]
