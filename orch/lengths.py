@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
 import numpy as np
@@ -98,3 +98,44 @@ def _check_vectors(record: object, size: int) -> None:
             where = int(np.argmin(values))
             raise ValueError(f"`{spec.name}` must not be negative, but is {values[where]} at {where} instead.")
         object.__setattr__(record, spec.name, values)
+
+
+def pack_lengths(own: StepLengths) -> IntArray:
+    """One rank's lengths as one int64 vector, as ranks send them to each other. `home` is not sent."""
+    parts = [np.array([own.num_micro_steps, own.num_samples], dtype=np.int64)]
+    parts += [own.micro_step, own.llm_length, own.num_bytes, own.num_label_tokens]
+    for items in own.stages.values():
+        parts += [np.array([len(items)], dtype=np.int64), items.sample, items.length, items.num_rows, items.num_bytes]
+    return np.concatenate(parts)
+
+
+def merge_lengths(vectors: Sequence[IntArray], stage_names: Sequence[str]) -> StepLengths:
+    """The lengths of all ranks, from the vector of each (rank order) and the names of the stages."""
+    ranks = [_unpacked(vector, stage_names, rank) for rank, vector in enumerate(vectors)]
+    first_sample = np.cumsum([0] + [own.num_samples for own in ranks])
+    stages = {}
+    for name in stage_names:
+        items = [own.stages[name] for own in ranks]
+        sample = [part.sample + first for part, first in zip(items, first_sample, strict=False)]
+        stages[name] = ItemLengths(
+            np.concatenate(sample), *(_joined(items, field) for field in ("length", "num_rows", "num_bytes"))
+        )
+    columns = (_joined(ranks, field) for field in ("home", "micro_step", "llm_length", "num_bytes", "num_label_tokens"))
+    return StepLengths(*columns, num_micro_steps=max(own.num_micro_steps for own in ranks), stages=stages)
+
+
+def _unpacked(vector: IntArray, stage_names: Sequence[str], rank: int) -> StepLengths:
+    num_micro_steps, num_samples = int(vector[0]), int(vector[1])
+    columns, rest = vector[2 : 2 + 4 * num_samples].reshape(4, num_samples), vector[2 + 4 * num_samples :]
+    stages = {}
+    for name in stage_names:
+        num_items = int(rest[0])
+        stages[name] = ItemLengths(*rest[1 : 1 + 4 * num_items].reshape(4, num_items))
+        rest = rest[1 + 4 * num_items :]
+    assert not len(rest), len(rest)
+    home = np.full(num_samples, rank, dtype=np.int64)
+    return StepLengths(home, *columns, num_micro_steps=num_micro_steps, stages=stages)
+
+
+def _joined(records: Sequence[StepLengths] | Sequence[ItemLengths], field_name: str) -> IntArray:
+    return np.concatenate([getattr(record, field_name) for record in records])

@@ -1,0 +1,129 @@
+"""Drawing: a rank's samples, taken apart into what follows the LLM and what goes to encoders, measured and encoded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from orch.lengths import ItemLengths, StepLengths
+from orch.loss import num_label_tokens
+from orch.stage import EncoderAdapter, Item, Sample
+from orch.wire import decode_record, encode_record
+
+_PART = "orch:part"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DrawnSample:
+    """One sample, taken apart.
+
+    Attributes:
+        parcel: uint8 bytes of everything that follows the sample to the LLM.
+        items: uint8 bytes of each item of each stage.
+        llm_length: Tokens in the LLM.
+        num_label_tokens: Tokens that are trained on.
+        lengths: (length, rows) of each item of each stage.
+    """
+
+    parcel: torch.Tensor
+    items: Mapping[str, Sequence[torch.Tensor]]
+    llm_length: int
+    num_label_tokens: int
+    lengths: Mapping[str, Sequence[tuple[int, int]]]
+
+
+def draw_sample(
+    sample: Sample, adapters: Mapping[str, EncoderAdapter], placeholders: Mapping[str, Sequence[int]]
+) -> DrawnSample:
+    """Takes a sample apart.
+
+    Args:
+        sample: A flat dict of tensors or arrays, numbers and strings, fully processed; needs `input_ids` and `labels`.
+        adapters: The adapter of each stage.
+        placeholders: Token ids that stand for the rows of each stage, where known.
+
+    Raises:
+        ValueError: If keys are missing or disagree, naming the sample.
+    """
+    try:
+        ids, labels = _tokens(sample, "input_ids"), _tokens(sample, "labels")
+        if len(ids) != len(labels):
+            raise ValueError(f"`labels` must have {len(ids)} tokens, but has {len(labels)} instead.")
+        split = {name: adapter.split(sample) for name, adapter in adapters.items()}
+        media = frozenset[str]().union(*(adapter.keys for adapter in adapters.values()))
+        record = {key: value for key, value in sample.items() if key not in media}
+        for name, items in split.items():
+            _check_placeholders(name, ids, sum(map(adapters[name].num_rows, items)), placeholders.get(name, ()))
+            for index, item in enumerate(items):
+                record |= {f"{_PART}:{name}:{index}:{k}": v for k, v in adapters[name].llm_part(item).items()}
+        return DrawnSample(
+            parcel=encode_record(record),
+            items={name: [encode_record(item) for item in items] for name, items in split.items()},
+            llm_length=len(ids),
+            num_label_tokens=num_label_tokens(labels),
+            lengths={
+                name: [(adapters[name].length(item), adapters[name].num_rows(item)) for item in items]
+                for name, items in split.items()
+            },
+        )
+    except ValueError as error:
+        raise ValueError(f"Sample {sample.get('id', '(without an id)')!r}: {error}") from error
+
+
+def open_parcel(parcel: torch.Tensor, stage_names: Sequence[str]) -> tuple[dict[str, Any], dict[str, list[Item]]]:
+    """The sample's own keys, and the LLM-side parts of its items by stage."""
+    sample: dict[str, Any] = {}
+    parts: dict[str, list[Item]] = {name: [] for name in stage_names}
+    for key, value in decode_record(parcel).items():
+        if not key.startswith(_PART + ":"):
+            sample[key] = value
+            continue
+        name, index, part_key = key[len(_PART) + 1 :].split(":", 2)
+        if int(index) == len(parts[name]):
+            parts[name].append({})
+        parts[name][int(index)][part_key] = value
+    return sample, parts
+
+
+def measure(groups: Sequence[Sequence[DrawnSample]], stage_names: Sequence[str]) -> StepLengths:
+    """The lengths of one rank's groups, one group for each micro-step."""
+    samples = [sample for group in groups for sample in group]
+    micro_step = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
+    stages = {}
+    for name in stage_names:
+        counts = [len(sample.items[name]) for sample in samples]
+        pairs = np.array([pair for s in samples for pair in s.lengths[name]], dtype=np.int64).reshape(-1, 2)
+        num_bytes = np.array([item.numel() for s in samples for item in s.items[name]], dtype=np.int64)
+        stages[name] = ItemLengths(np.repeat(np.arange(len(samples)), counts), pairs[:, 0], pairs[:, 1], num_bytes)
+    return StepLengths(
+        home=np.zeros(len(samples), dtype=np.int64),
+        micro_step=micro_step,
+        llm_length=np.array([s.llm_length for s in samples], dtype=np.int64),
+        num_bytes=np.array([s.parcel.numel() for s in samples], dtype=np.int64),
+        num_label_tokens=np.array([s.num_label_tokens for s in samples], dtype=np.int64),
+        num_micro_steps=len(groups),
+        stages=stages,
+    )
+
+
+def _tokens(sample: Sample, key: str) -> torch.Tensor:
+    if key not in sample:
+        raise ValueError(f"`{key}` must be among the keys of a sample, but it has {sorted(sample)} instead.")
+    tokens = torch.as_tensor(sample[key])
+    if tokens.ndim != 1 or not len(tokens) or tokens.is_floating_point():
+        raise ValueError(f"`{key}` must be a vector of at least one integer, but is {tuple(tokens.shape)} instead.")
+    return tokens
+
+
+def _check_placeholders(name: str, ids: torch.Tensor, num_rows: int, tokens: Sequence[int]) -> None:
+    if tokens:
+        found = int(torch.isin(ids, torch.tensor(list(tokens))).sum())
+        if found != num_rows:
+            raise ValueError(
+                f"`input_ids` must hold a placeholder for each of the {num_rows} rows of stage {name!r}, "
+                f"but holds {found} instead."
+            )
