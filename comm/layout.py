@@ -32,7 +32,7 @@ class Layout:
         ranks = np.asarray(self.rank_of_item)
         if ranks.ndim != 1:
             raise ValueError(f"`rank_of_item` must be a vector, but has shape {ranks.shape} instead.")
-        if ranks.size and not (0 <= ranks.min() and ranks.max() < self.num_ranks):
+        if ranks.size and not (ranks.min() >= 0 and ranks.max() < self.num_ranks):
             raise ValueError(
                 f"`rank_of_item` must be in [0, {self.num_ranks}), but spans [{ranks.min()}, {ranks.max()}] instead."
             )
@@ -100,7 +100,9 @@ class Rearrangement:
             ValueError: If `following` does not start where this one ends.
         """
         if not np.array_equal(self.target.rank_of_item, following.source.rank_of_item):
-            raise ValueError("`following` must start at the target of this rearrangement, but starts elsewhere instead.")
+            raise ValueError(
+                "`following` must start at the target of this rearrangement, but starts elsewhere instead."
+            )
         return Rearrangement(self.source, following.target)
 
     def volumes(self, sizes: IntArray) -> Volumes:

@@ -1,0 +1,1 @@
+"""Tests of orch; the folder says how a test runs (unit, dist, e2e, benchmark)."""
