@@ -49,7 +49,7 @@ _logs: list[CollectiveLog] = []
 _lock = threading.Lock()
 
 
-def record_collective(kind: str, label: str, num_bytes: int) -> None:
+def log_collective(kind: str, label: str, num_bytes: int) -> None:
     """Adds a collective to all logs that are open."""
     if not _logs:
         return

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from orch.comm.collective_log import record_collective
+from orch.comm.collective_log import log_collective
 from orch.comm.groups import get_global_ranks, get_world_size
 from orch.comm.topology import IntArray
 
@@ -138,7 +138,7 @@ def _all_gather(words: IntArray, group: ProcessGroup | None, label: str) -> IntA
     num_ranks = get_world_size(group)
     if num_ranks == 1:
         return words[None]
-    record_collective("all_gather", label, words.nbytes)
+    log_collective("all_gather", label, words.nbytes)
     rows = torch.empty(num_ranks * len(words), dtype=torch.int64)
     dist.all_gather_into_tensor(rows, torch.from_numpy(words), group=group)
     return rows.numpy().reshape(num_ranks, len(words))

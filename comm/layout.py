@@ -127,12 +127,20 @@ class Exchange:
         send_splits: int64[num_ranks], rows sent to each rank.
         recv_splits: int64[num_ranks], rows received from each rank.
         recv_index: int64[rows received], for each row of the target layout its position among the rows received.
+        send_starts: int64[num_ranks], where this rank's piece begins among all that each target receives.
+        recv_starts: int64[num_ranks], where this rank's piece begins among all that each source sends.
+        most_sent: The most rows that any rank sends, itself included.
+        most_received: The most rows that any rank receives, itself included.
     """
 
     send_index: IntArray
     send_splits: IntArray
     recv_splits: IntArray
     recv_index: IntArray
+    send_starts: IntArray
+    recv_starts: IntArray
+    most_sent: int
+    most_received: int
 
     @classmethod
     def of(cls, rearrangement: Rearrangement, rank: int, num_rows: IntArray) -> Exchange:
@@ -149,6 +157,10 @@ class Exchange:
             send_splits=_sum_by_rank(target[sent], num_rows[sent], num_ranks),
             recv_splits=_sum_by_rank(source[received], num_rows[received], num_ranks),
             recv_index=_rows_of(num_rows[received][recv_order], arrival),
+            send_starts=_sum_by_rank(target[source < rank], num_rows[source < rank], num_ranks),
+            recv_starts=_sum_by_rank(source[target < rank], num_rows[target < rank], num_ranks),
+            most_sent=int(_sum_by_rank(source, num_rows, num_ranks).max()),
+            most_received=int(_sum_by_rank(target, num_rows, num_ranks).max()),
         )
 
     def inverse(self) -> Exchange:
@@ -158,6 +170,10 @@ class Exchange:
             send_splits=self.recv_splits,
             recv_splits=self.send_splits,
             recv_index=_inverse_permutation(self.send_index),
+            send_starts=self.recv_starts,
+            recv_starts=self.send_starts,
+            most_sent=self.most_received,
+            most_received=self.most_sent,
         )
 
 

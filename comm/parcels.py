@@ -8,7 +8,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from orch.comm.all_to_all import log_collective
+from orch.comm.collective_log import log_collective
 from orch.comm.layout import Rearrangement
 from orch.comm.topology import IntArray
 
@@ -43,8 +43,8 @@ def exchange_parcels(
         arrived = torch.empty(int(num_bytes[received].sum()), dtype=torch.uint8)
         recv_splits = _bytes_by_rank(source[received], num_bytes[received], rearrangement.source.num_ranks)
         send_splits = _bytes_by_rank(target[sent], num_bytes[sent], rearrangement.source.num_ranks)
+        log_collective("all_to_all", "parcels", buffer.numel())
         dist.all_to_all_single(arrived, buffer, recv_splits, send_splits, group=group)
-        log_collective("parcels")
     pieces = torch.split(arrived, num_bytes[incoming].tolist()) if len(incoming) else ()
     by_id = dict(zip(incoming.tolist(), pieces, strict=True))
     return [by_id[i] for i in received.tolist()]

@@ -1,0 +1,251 @@
+"""Carries out an `Exchange`: packed rows of any tensors move between ranks, and their gradients move back.
+
+All receive sizes are known from the plan, so an exchange is one collective for all tensors of a stage together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.profiler import record_function
+
+from orch.comm.collective_log import log_collective
+from orch.comm.groups import get_world_size
+from orch.comm.layout import Exchange
+from orch.comm.topology import IntArray
+
+
+def exchange_rows(
+    rows: Tensor,
+    exchange: Exchange,
+    group: ProcessGroup | None = None,
+    *,
+    method: str = "flat",
+    label: str = "rows",
+) -> Tensor:
+    """Moves this rank's rows from the source layout to the target layout; see `exchange_many`.
+
+    Args:
+        rows: [n, ...] of any dtype, this rank's rows in the source layout; n may be 0.
+        exchange: This rank's view of the rearrangement.
+        group: The process group; None for the world, or a world of one.
+        method: How; a key of `METHODS`.
+        label: What it is for, in error messages, profiles and a `CollectiveLog`.
+
+    Returns:
+        [m, ...], this rank's rows in the target layout.
+    """
+    return start_exchange([rows], exchange, group, method=method, label=label).wait()[0]
+
+
+def exchange_many(
+    tensors: Sequence[Tensor],
+    exchange: Exchange,
+    group: ProcessGroup | None = None,
+    *,
+    method: str = "flat",
+    label: str = "rows",
+) -> list[Tensor]:
+    """Moves the rows of several tensors by the same exchange, in one collective.
+
+    Differentiable: the gradients of all tensors that require them move back in one inverse exchange. So whether a
+    tensor requires grad must be the same on all ranks, and all ranks must use the results in their backward, or none.
+
+    Args:
+        tensors: [n, ...] each, of any dtypes; number, dtypes and trailing dimensions are the same on all ranks.
+        exchange: This rank's view of the rearrangement.
+        group: The process group; None for the world, or a world of one.
+        method: "flat" (one all-to-all) or "all_gather" (every rank receives everything: the baseline).
+        label: What it is for, in error messages, profiles and a `CollectiveLog`.
+
+    Returns:
+        [m, ...] for each tensor: this rank's rows in the target layout.
+
+    Raises:
+        ValueError: If a tensor does not have n rows, the method is unknown or the exchange is for another world size.
+    """
+    return start_exchange(tensors, exchange, group, method=method, label=label).wait()
+
+
+def start_exchange(
+    tensors: Sequence[Tensor],
+    exchange: Exchange,
+    group: ProcessGroup | None = None,
+    *,
+    method: str = "flat",
+    label: str = "rows",
+) -> ExchangeHandle:
+    """Begins `exchange_many` and returns at once; `wait()` on the handle gives the results, differentiable as well."""
+    tensors = tuple(tensors)
+    _check(tensors, exchange, group, method, label)
+    with torch.no_grad(), record_function(f"orch.exchange.{label}"):
+        packing = _Packing.of(tensors)
+        send_index = torch.from_numpy(exchange.send_index).to(tensors[0].device, non_blocking=True)
+        buffer = packing.pack([tensor.detach().index_select(0, send_index) for tensor in tensors])
+        if get_world_size(group) == 1 or not packing.row_bytes:
+            finish: _Finish = lambda: buffer  # noqa: E731
+        else:
+            finish = METHODS[method](buffer, exchange, group, label)
+    return ExchangeHandle(tensors, exchange, group, method, label, packing, finish)
+
+
+@dataclass(slots=True, eq=False)
+class ExchangeHandle:
+    """An exchange on its way. Made by `start_exchange`."""
+
+    _tensors: tuple[Tensor, ...]
+    _exchange: Exchange
+    _group: ProcessGroup | None
+    _method: str
+    _label: str
+    _packing: _Packing
+    _finish: _Finish | None
+
+    def wait(self) -> list[Tensor]:
+        """The rows of each tensor in the target layout; may be called once."""
+        assert self._finish is not None, "an exchange can be waited for only once"
+        tensors, self._tensors = self._tensors, ()
+        results = _Arrival.apply(self, *tensors)
+        self._finish = None
+        return list(results)
+
+    def _arrived(self) -> tuple[Tensor, ...]:
+        assert self._finish is not None
+        with record_function(f"orch.exchange.{self._label}.wait"):
+            buffer = self._finish()
+            recv_index = torch.from_numpy(self._exchange.recv_index).to(buffer.device, non_blocking=True)
+            return tuple(rows.index_select(0, recv_index) for rows in self._packing.unpack(buffer))
+
+
+class _Arrival(torch.autograd.Function):
+    """Ties what arrived to what was sent; its backward is the inverse exchange."""
+
+    @staticmethod
+    def forward(ctx: Any, handle: ExchangeHandle, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.inverse = (handle._exchange, handle._group, handle._method, handle._label)
+        results = handle._arrived()
+        ctx.mark_non_differentiable(
+            *(result for result, needed in zip(results, ctx.needs_input_grad[1:], strict=True) if not needed)
+        )
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        exchange, group, method, label = ctx.inverse
+        needed = [index for index, need in enumerate(ctx.needs_input_grad[1:]) if need]
+        returned = exchange_many(
+            [grads[index] for index in needed], exchange.inverse(), group, method=method, label=f"{label}.backward"
+        )
+        result: list[Tensor | None] = [None] * len(grads)
+        for index, grad in zip(needed, returned, strict=True):
+            result[index] = grad
+        return None, *result
+
+
+@dataclass(frozen=True, slots=True)
+class _Packing:
+    """How the rows of several tensors lie beside each other in one row of bytes."""
+
+    dtypes: tuple[torch.dtype, ...]
+    shapes: tuple[torch.Size, ...]
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor]) -> _Packing:
+        return cls(tuple(tensor.dtype for tensor in tensors), tuple(tensor.shape[1:] for tensor in tensors))
+
+    @property
+    def widths(self) -> list[int]:
+        """Bytes of a row of each tensor."""
+        pairs = zip(self.shapes, self.dtypes, strict=True)
+        return [math.prod(shape) * dtype.itemsize for shape, dtype in pairs]
+
+    @property
+    def row_bytes(self) -> int:
+        return sum(self.widths)
+
+    def pack(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Uint8[n, row_bytes]; a single tensor is not copied."""
+        num_rows = len(tensors[0])
+        flat = [tensor.reshape(num_rows, math.prod(shape)) for tensor, shape in zip(tensors, self.shapes, strict=True)]
+        return flat[0].view(torch.uint8) if len(flat) == 1 else torch.cat([t.view(torch.uint8) for t in flat], dim=1)
+
+    def unpack(self, buffer: Tensor) -> list[Tensor]:
+        """The rows of each tensor, [n, ...]; a single tensor is not copied."""
+        pieces = torch.split(buffer, self.widths, dim=1)
+        return [
+            piece.contiguous().view(dtype).reshape(len(buffer), *shape)
+            for piece, dtype, shape in zip(pieces, self.dtypes, self.shapes, strict=True)
+        ]
+
+
+def _check(
+    tensors: tuple[Tensor, ...], exchange: Exchange, group: ProcessGroup | None, method: str, label: str
+) -> None:
+    if not tensors:
+        raise ValueError("`tensors` must hold at least one tensor, but is empty instead.")
+    for tensor in tensors:
+        if tensor.dim() < 1 or len(tensor) != len(exchange.send_index):
+            raise ValueError(
+                f"`tensors` of {label!r} must have {len(exchange.send_index)} rows each, as planned, "
+                f"but one has shape {tuple(tensor.shape)} instead."
+            )
+    if method not in METHODS:
+        raise ValueError(f"`method` must be one of {sorted(METHODS)}, but is {method!r} instead.")
+    if len(exchange.send_splits) != get_world_size(group):
+        raise ValueError(
+            f"`exchange` of {label!r} must be for the {get_world_size(group)} ranks of the group, "
+            f"but is for {len(exchange.send_splits)} instead."
+        )
+
+
+_Finish = Callable[[], Tensor]
+"""Waits for a collective and returns the rows received, in the order of their source ranks."""
+
+
+def _start_flat(buffer: Tensor, exchange: Exchange, group: ProcessGroup | None, label: str) -> _Finish:
+    """One all-to-all; every row travels once."""
+    received = buffer.new_empty(int(exchange.recv_splits.sum()), buffer.shape[1])
+    log_collective("all_to_all", label, buffer.numel())
+    work = dist.all_to_all_single(
+        received, buffer, exchange.recv_splits.tolist(), exchange.send_splits.tolist(), group=group, async_op=True
+    )
+    return lambda: _waited(work, received, buffer)
+
+
+def _start_all_gather(buffer: Tensor, exchange: Exchange, group: ProcessGroup | None, label: str) -> _Finish:
+    """The baseline: every rank receives all rows, padded to the most that any rank sends, and keeps its own."""
+    num_ranks = len(exchange.send_splits)
+    padded = buffer.new_zeros(exchange.most_sent, buffer.shape[1])
+    padded[: len(buffer)] = buffer
+    gathered = buffer.new_empty(num_ranks * exchange.most_sent, buffer.shape[1])
+    log_collective("all_gather", label, padded.numel())
+    work = dist.all_gather_into_tensor(gathered, padded, group=group, async_op=True)
+    starts = np.arange(num_ranks, dtype=np.int64) * exchange.most_sent + exchange.recv_starts
+    mine = torch.from_numpy(_ranges(starts, exchange.recv_splits)).to(buffer.device, non_blocking=True)
+    return lambda: _waited(work, gathered, padded).index_select(0, mine)
+
+
+def _waited(work: Any, received: Tensor, _sent: Tensor) -> Tensor:
+    """Waits, and keeps what is being sent alive until then."""
+    work.wait()
+    return received
+
+
+def _ranges(starts: IntArray, counts: IntArray) -> IntArray:
+    """start, start + 1, ... for each start, `counts` numbers each."""
+    within = np.arange(counts.sum(), dtype=np.int64) - np.repeat(np.cumsum(counts) - counts, counts)
+    return np.repeat(starts, counts) + within
+
+
+METHODS: dict[str, Callable[[Tensor, Exchange, ProcessGroup | None, str], _Finish]] = {
+    "flat": _start_flat,
+    "all_gather": _start_all_gather,
+}
