@@ -8,11 +8,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from orch.assign import Assigner, Assignment
 from orch.comm.layout import Layout, Rearrangement
 from orch.comm.topology import IntArray, Topology
+from orch.config import BALANCE_MODES, BalanceConfig, StageConfig
 from orch.lengths import StepLengths
+from orch.memory import largest_batches, memory_caps
 
-BALANCE_MODES = ("none", "pre", "llm", "post")
+__all__ = ["BALANCE_MODES", "BalanceConfig", "MicroStepPlan", "StageConfig", "StagePlan", "StepPlan", "plan_step"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,6 +90,103 @@ class StepPlan:
         return int.from_bytes(digest.digest(), "little") >> 1
 
 
-def plan_step(lengths: StepLengths, topology: Topology, config: object) -> StepPlan:
-    """Plans one step. (Under construction.)"""
-    raise NotImplementedError
+def plan_step(lengths: StepLengths, topology: Topology, config: BalanceConfig | None = None) -> StepPlan:
+    """Plans one step.
+
+    The plan is a function of the numbers given: every rank that has them computes the same one.
+
+    Memory: no stage's largest batch exceeds the largest it had as drawn, over all micro-steps, nor its `max_tokens`
+    (but in mode "pre" encoders follow their samples, and only `max_tokens` binds them). Where balancing cannot keep
+    that, samples keep the micro-step they were drawn for; where this cannot either, everything stays as drawn.
+
+    Args:
+        lengths: All samples and items of the step.
+        topology: Ranks and nodes.
+        config: How to balance; None is `BalanceConfig()`, every stage on its own.
+
+    Returns:
+        The plan, with a filler for each rank that would have no sample in a micro-step.
+
+    Raises:
+        ValueError: If there is no sample, a rank is beyond the topology, or a stage's `max_tokens` cannot be kept.
+    """
+    config = config or BalanceConfig()
+    if not lengths.num_samples:
+        raise ValueError("`lengths` must hold at least one sample, but holds none instead.")
+    if int(lengths.home[-1]) >= topology.num_ranks:
+        raise ValueError(f"`home` must be below {topology.num_ranks}, but reaches {lengths.home[-1]} instead.")
+    caps = memory_caps(lengths, topology, config)
+    least: dict[str, int] = {}
+    for assignment in Assigner(lengths, topology, config, caps).candidates():
+        plan = _lay_out(lengths, topology, assignment)
+        largest = largest_batches(lengths, plan, topology, config)
+        least = {name: min(size, least.get(name, size)) for name, size in largest.items()}
+        broken = [name for name, cap in caps.items() if cap is not None and largest[name] > cap]
+        if not broken:
+            return plan
+    raise ValueError(
+        f"`max_tokens` of stage {broken[0]!r} must be at least {least[broken[0]]} for this step, "
+        f"but is {caps[broken[0]]} instead."
+    )
+
+
+def _lay_out(lengths: StepLengths, topology: Topology, assignment: Assignment) -> StepPlan:
+    filler = _smallest_sample(lengths)
+    micro_steps = range(lengths.num_micro_steps)
+    return StepPlan(tuple(_lay_out_one(lengths, topology, assignment, filler, value) for value in micro_steps))
+
+
+def _lay_out_one(
+    lengths: StepLengths, topology: Topology, assignment: Assignment, filler: int, micro_step: int
+) -> MicroStepPlan:
+    """One micro-step; ranks without a sample get the filler."""
+    own = np.flatnonzero(assignment.micro_step == micro_step)
+    llm_rank = assignment.llm_rank[own]
+    idle = np.flatnonzero(np.bincount(llm_rank, minlength=topology.num_ranks) == 0)
+    samples = np.concatenate([own, np.full(len(idle), filler, dtype=np.int64)])
+    return MicroStepPlan(
+        samples=samples,
+        num_fillers=len(idle),
+        home=Layout(lengths.home[samples], topology.num_ranks),
+        llm=Layout(np.concatenate([llm_rank, idle]), topology.num_ranks),
+        stages={
+            name: _lay_out_stage(lengths, topology, assignment, name, filler, idle, micro_step)
+            for name in lengths.stages
+        },
+    )
+
+
+def _lay_out_stage(
+    lengths: StepLengths,
+    topology: Topology,
+    assignment: Assignment,
+    name: str,
+    filler: int,
+    idle: IntArray,
+    micro_step: int,
+) -> StagePlan:
+    """One stage of one micro-step; an idle rank encodes the items of its filler itself."""
+    sample = lengths.stages[name].sample
+    own = np.flatnonzero(assignment.micro_step[sample] == micro_step)
+    copied = np.flatnonzero(sample == filler) if len(idle) else own[:0]
+    items = np.concatenate([own, np.tile(copied, len(idle))])
+    host = np.repeat(idle, len(copied))
+    ranks = topology.num_ranks
+    return StagePlan(
+        items=items,
+        home=Layout(lengths.home[sample[items]], ranks),
+        encode=Layout(np.concatenate([assignment.encode_rank[name][own], host]), ranks),
+        llm=Layout(np.concatenate([assignment.llm_rank[sample[own]], host]), ranks),
+    )
+
+
+def _smallest_sample(lengths: StepLengths) -> int:
+    """The sample that fillers copy: of those without items, else of all, the shortest that is not empty.
+
+    Ties go to the first. Every sample is part of some batch as drawn, so a rank that holds a filler and nothing else
+    needs no more memory than the unbalanced step did.
+    """
+    has_items = np.zeros(lengths.num_samples, dtype=bool)
+    for items in lengths.stages.values():
+        has_items[items.sample] = True
+    return int(np.lexsort((lengths.llm_length, has_items, lengths.llm_length == 0))[0])

@@ -1,0 +1,99 @@
+"""How a step is to be balanced."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from orch.cost import AdditiveCost, CostModel, PackedCost, PaddedCost, PaddedLikeCost
+from orch.dispatch import DISPATCHERS
+
+BALANCE_MODES = ("none", "pre", "llm", "post")
+BATCH_LAYOUTS = ("packed", "padded")
+
+
+@dataclass(frozen=True, slots=True)
+class StageConfig:
+    """How one stage is balanced.
+
+    Attributes:
+        cost: What a batch costs; None counts tokens, padded ones where the layout is padded.
+        dispatcher: A key of `orch.dispatch.DISPATCHERS`; None takes the best for the cost.
+        max_tokens: The most tokens a rank's batch may hold, in this stage's units (padded: items times the longest).
+            None allows what the unbalanced step would have needed, which is also kept with a number.
+        layout: "packed" or "padded": how the batch lies in memory.
+        row_bytes: Bytes of one output row on its way to the LLM, which weigh where items are moved. Encoders only.
+
+    Raises:
+        ValueError: If a value is unknown or out of range, or the dispatcher does not suit the cost.
+    """
+
+    cost: CostModel | None = None
+    dispatcher: str | None = None
+    max_tokens: int | None = None
+    layout: str = "packed"
+    row_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        if self.layout not in BATCH_LAYOUTS:
+            raise ValueError(f"`layout` must be one of {BATCH_LAYOUTS}, but is {self.layout!r} instead.")
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise ValueError(f"`max_tokens` must be at least 1, but is {self.max_tokens} instead.")
+        if self.row_bytes < 0:
+            raise ValueError(f"`row_bytes` must not be negative, but is {self.row_bytes} instead.")
+        if self.dispatcher is not None and self.dispatcher not in DISPATCHERS:
+            raise ValueError(f"`dispatcher` must be one of {sorted(DISPATCHERS)}, but is {self.dispatcher!r} instead.")
+        if self.dispatcher in _ADDITIVE_ONLY and not isinstance(self.cost_model, AdditiveCost):
+            raise ValueError(f"`cost` must be additive for {self.dispatcher!r}, but is {self.cost_model} instead.")
+        if self.dispatcher == "binary_search" and not isinstance(self.cost_model, PaddedLikeCost):
+            raise ValueError(f"`cost` must have a padded part for 'binary_search', but is {self.cost_model} instead.")
+
+    @property
+    def cost_model(self) -> CostModel:
+        """The cost in force."""
+        if self.cost is not None:
+            return self.cost
+        return PackedCost() if self.layout == "packed" else PaddedCost()
+
+    @property
+    def dispatcher_name(self) -> str:
+        """The dispatcher in force."""
+        if self.dispatcher is not None:
+            return self.dispatcher
+        return "greedy" if isinstance(self.cost_model, AdditiveCost) else "binary_search"
+
+
+_ADDITIVE_ONLY = ("greedy",)
+
+
+@dataclass(frozen=True, slots=True)
+class BalanceConfig:
+    """How a step is balanced.
+
+    Attributes:
+        mode: "none", as drawn; "pre", whole samples dealt by LLM length, encoders run where the sample is; "llm", the
+            LLM's samples dealt, items encoded where they were drawn; "post", every stage dealt on its own.
+        llm: The LLM's stage.
+        stages: Encoder stages by name; a stage that is not named gets `StageConfig()`.
+        placement: Whether balanced batches are placed on the ranks that hold most of their data already
+            (OrchMLLM's node-wise rearrangement).
+
+    Raises:
+        ValueError: If `mode` is unknown.
+    """
+
+    mode: str = "post"
+    llm: StageConfig = field(default_factory=StageConfig)
+    stages: Mapping[str, StageConfig] = field(default_factory=dict)
+    placement: bool = True
+
+    def __post_init__(self) -> None:
+        if self.mode not in BALANCE_MODES:
+            raise ValueError(f"`mode` must be one of {BALANCE_MODES}, but is {self.mode!r} instead.")
+
+    def stage(self, name: str) -> StageConfig:
+        """The configuration of the encoder stage `name`."""
+        return self.stages.get(name) or _DEFAULT_STAGE
+
+
+_DEFAULT_STAGE = StageConfig()

@@ -1,0 +1,71 @@
+"""What every dispatcher is given."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from orch.comm.topology import IntArray, Topology
+from orch.cost import CostModel, batch_tokens
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DispatchProblem:
+    """The items of one stage, and the bins they may go to.
+
+    Bins are numbered `rank * bins_per_rank + micro_step`; a stage within one micro-step has one bin a rank.
+
+    Attributes:
+        lengths: int64[N].
+        home: int64[N], the bin that each item is in as drawn.
+        topology: Ranks and nodes.
+        cost: The cost model whose largest load is to be small.
+        bins_per_rank: Micro-steps that are dealt together.
+        layout: "packed" or "padded": how the tokens of a batch, its memory, are counted.
+        cap: The most tokens a bin may hold; None for no cap. Dispatchers do their best; callers check.
+        move_bytes: int64[N], bytes that leave the rank with an item.
+        target: int64[N], the bin whose rank needs the item's output; None where it is `home`.
+        target_bytes: int64[N], bytes of the output, which go from the item's bin to `target`.
+    """
+
+    lengths: IntArray
+    home: IntArray
+    topology: Topology
+    cost: CostModel
+    bins_per_rank: int = 1
+    layout: str = "packed"
+    cap: int | None = None
+    move_bytes: IntArray | None = None
+    target: IntArray | None = None
+    target_bytes: IntArray | None = None
+
+    @property
+    def num_bins(self) -> int:
+        """Number of bins over all ranks."""
+        return self.topology.num_ranks * self.bins_per_rank
+
+    def loads(self, bin_of_item: IntArray) -> IntArray:
+        """Cost of each bin: int64[num_bins]."""
+        return self.cost.loads(self.lengths, bin_of_item, self.num_bins)
+
+    def largest_batch(self, bin_of_item: IntArray) -> int:
+        """Tokens of the largest batch."""
+        return int(batch_tokens(self.layout, self.lengths, bin_of_item, self.num_bins).max(initial=0))
+
+    def fits(self, bin_of_item: IntArray) -> bool:
+        """Whether no bin holds more than the cap."""
+        return self.cap is None or self.largest_batch(bin_of_item) <= self.cap
+
+
+def descending(values: IntArray) -> IntArray:
+    """Positions by falling value, ties by position: int64[N].
+
+    Value and position are packed into one integer where they fit, since numpy sorts plain integers ten times faster
+    than it sorts stably by key.
+    """
+    bits = max(len(values), 1).bit_length()
+    if len(values) and int(np.abs(values).max()) < 1 << (62 - bits):
+        keys = np.sort((-values << bits) | np.arange(len(values), dtype=np.int64))
+        return keys & ((1 << bits) - 1)
+    return np.argsort(-values, kind="stable").astype(np.int64)

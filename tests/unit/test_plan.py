@@ -1,0 +1,158 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from orch.comm.topology import Topology
+from orch.config import BALANCE_MODES, BalanceConfig, StageConfig
+from orch.cost import PackedCost, PaddedCost, RectangleFrontCost
+from orch.lengths import ItemLengths, StepLengths
+from orch.memory import largest_batches, largest_drawn
+from orch.metrics import step_metrics
+from orch.plan import plan_step
+from tests.unit.planning import arrays, assert_complete, random_step, steps, topologies
+
+STAGE_CONFIGS = (
+    StageConfig(),
+    StageConfig(dispatcher="greedy", row_bytes=7),
+    StageConfig(cost=PackedCost(3.0, 1.0, 0.01), row_bytes=7),
+    StageConfig(layout="padded"),
+    StageConfig(layout="padded", cost=PaddedCost(0.0, 1.0, 0.1)),
+    StageConfig(layout="padded", cost=RectangleFrontCost(0.5, 0.0, 1.0)),
+    StageConfig(dispatcher="none"),
+)
+
+
+@st.composite
+def problems(draw):
+    topology = draw(topologies())
+    llm, vision, audio = (draw(st.sampled_from(STAGE_CONFIGS)) for _ in range(3))
+    config = BalanceConfig(draw(st.sampled_from(BALANCE_MODES)), llm, {"vision": vision, "audio": audio})
+    return draw(steps(topology)), topology, config
+
+
+@settings(max_examples=300, deadline=None)
+@given(problems())
+def test_every_sample_and_item_once_and_no_more_memory_than_drawn(problem):
+    lengths, topology, config = problem
+    plan = plan_step(lengths, topology, config)
+    assert_complete(lengths, topology, plan)
+    before, after = (
+        f(*args)
+        for f, args in (
+            (largest_drawn, (lengths, topology, config)),
+            (largest_batches, (lengths, plan, topology, config)),
+        )
+    )
+    bound = ["llm"] if config.mode == "pre" else list(before)
+    assert all(after[name] <= before[name] for name in bound), (before, after)
+    assert plan_step(lengths, topology, config).fingerprint() == plan.fingerprint()
+    metrics = step_metrics(lengths, plan, topology, config)
+    for stage in metrics.stages.values():
+        assert 1 - 1e-12 <= stage.bound <= stage.imbalance_after * (1 + 1e-12)
+        assert np.isfinite([stage.imbalance_before, stage.imbalance_after, stage.bound]).all()
+
+
+@pytest.mark.parametrize("num_micro_steps", [1, 3])
+def test_modes_balance_what_they_say(num_micro_steps):
+    lengths, topology = random_step(0, 8, 32, num_micro_steps), Topology(8, 4)
+    measured = {
+        mode: step_metrics(lengths, plan_step(lengths, topology, BalanceConfig(mode)), topology).stages
+        for mode in BALANCE_MODES
+    }
+    for name, stage in measured["none"].items():
+        assert stage.imbalance_after == pytest.approx(stage.imbalance_before), name
+        assert stage.moved.intra_node == stage.moved.inter_node == 0
+    assert all(measured[mode]["llm"].imbalance_after < 1.02 for mode in ("pre", "llm", "post"))
+    assert all(stage.imbalance_after < 1.02 for stage in measured["post"].values())
+    assert measured["pre"]["vision"].imbalance_after > 1.05
+    assert measured["llm"]["vision"].imbalance_after > 1.05
+
+
+def test_pre_encodes_where_the_sample_is_and_llm_where_it_was_drawn():
+    lengths, topology = random_step(1, 4, 4, 2), Topology(4, 2)
+    for part in plan_step(lengths, topology, BalanceConfig("pre")).micro_steps:
+        for stage in part.stages.values():
+            np.testing.assert_array_equal(stage.encode.rank_of_item, stage.llm.rank_of_item)
+    for part in plan_step(lengths, topology, BalanceConfig("llm")).micro_steps:
+        assert not part.num_fillers
+        for stage in part.stages.values():
+            np.testing.assert_array_equal(stage.encode.rank_of_item, stage.home.rank_of_item)
+
+
+def one_stage(home, llm, owners, item_lengths, num_micro_steps=1, micro_step=None) -> StepLengths:
+    items = arrays(item_lengths)
+    vision = ItemLengths(arrays(owners), items, items // 4, items)
+    micro_step = arrays(micro_step if micro_step is not None else [0] * len(llm))
+    return StepLengths(
+        arrays(home), micro_step, arrays(llm), arrays(llm), arrays(llm), num_micro_steps, {"vision": vision}
+    )
+
+
+def test_idle_ranks_get_the_smallest_sample_without_items():
+    lengths = one_stage([0, 0, 0], [50, 7, 9], [1], [4])
+    part = plan_step(lengths, Topology(5), BalanceConfig("post")).micro_steps[0]
+    assert part.samples.tolist() == [0, 1, 2, 2, 2]
+    assert part.num_fillers == 2
+    assert sorted(part.llm.rank_of_item.tolist()) == [0, 1, 2, 3, 4]
+    assert len(part.stages["vision"].items) == 1
+
+
+def test_a_filler_with_items_brings_copies_of_them():
+    lengths = one_stage([0], [50], [0, 0], [4, 8])
+    part = plan_step(lengths, Topology(3), BalanceConfig("none")).micro_steps[0]
+    stage = part.stages["vision"]
+    assert part.samples.tolist() == [0, 0, 0]
+    assert stage.items.tolist() == [0, 1, 0, 1, 0, 1]
+    assert stage.home.rank_of_item.tolist() == [0] * 6
+    assert stage.encode.rank_of_item.tolist() == stage.llm.rank_of_item.tolist() == [0, 0, 1, 1, 2, 2]
+
+
+def test_an_encoder_that_would_overflow_makes_samples_keep_their_micro_step():
+    # Balanced over bins by LLM length, one micro-step could hold both image samples of a rank.
+    lengths = one_stage([0, 0, 0, 0], [10, 90, 90, 10], [1, 2], [100, 100], 2, [0, 0, 1, 1])
+    for mode in BALANCE_MODES:
+        config = BalanceConfig(mode)
+        plan = plan_step(lengths, Topology(1), config)
+        assert_complete(lengths, Topology(1), plan)
+        assert largest_batches(lengths, plan, Topology(1), config)["vision"] <= (200 if mode == "pre" else 100)
+
+
+def test_max_tokens_is_met_where_the_drawn_step_breaks_it():
+    lengths = one_stage([0, 0, 1], [60, 60, 10], [], [])
+    config = BalanceConfig("post", StageConfig(max_tokens=70))
+    plan = plan_step(lengths, Topology(2), config)
+    assert largest_batches(lengths, plan, Topology(2), config)["llm"] == 70
+
+
+@pytest.mark.parametrize("mode", BALANCE_MODES)
+def test_max_tokens_that_cannot_be_met_names_stage_cap_and_least(mode):
+    lengths = one_stage([0, 1], [60, 60], [0, 1], [80, 40])
+    config = BalanceConfig(mode, stages={"vision": StageConfig(max_tokens=79)})
+    with pytest.raises(ValueError, match=r"`max_tokens` of stage 'vision' must be at least 80 .* but is 79 instead"):
+        plan_step(lengths, Topology(2), config)
+
+
+def test_no_sample_and_ranks_beyond_the_topology_raise():
+    empty = one_stage([], [], [], [])
+    with pytest.raises(ValueError, match="at least one sample"):
+        plan_step(empty, Topology(2))
+    with pytest.raises(ValueError, match="`home` must be below 2, but reaches 2"):
+        plan_step(one_stage([2], [5], [], []), Topology(2))
+
+
+def test_unknown_configuration_raises():
+    with pytest.raises(ValueError, match="`mode` must be one of"):
+        BalanceConfig("sideways")
+    with pytest.raises(ValueError, match="`layout` must be one of"):
+        StageConfig(layout="loose")
+    with pytest.raises(ValueError, match="`dispatcher` must be one of"):
+        StageConfig(dispatcher="magic")
+    with pytest.raises(ValueError, match="`max_tokens` must be at least 1"):
+        StageConfig(max_tokens=0)
+    with pytest.raises(ValueError, match="`cost` must be additive for 'greedy'"):
+        StageConfig(layout="padded", dispatcher="greedy")
+    with pytest.raises(ValueError, match="`cost` must have a padded part"):
+        StageConfig(dispatcher="binary_search")
