@@ -11,14 +11,14 @@ from typing import Any
 __version__ = "0.1.0"
 
 _HOME_OF_NAME = {
-    "stage": "orch.stage",
-    "EncoderAdapter": "orch.stage",
-    "Item": "orch.stage",
+    "stage": "orch.stages",
+    "EncoderAdapter": "orch.stages",
+    "Item": "orch.stages",
     "orchestrate": "orch.orchestrator",
     "plan_step": "orch.plan",
     "StepLengths": "orch.plan",
     "ItemLengths": "orch.plan",
-    "balance": "orch.balance",
+    "balance": "orch.balancing",
     "lower_bounds": "orch.bounds",
     "Topology": "orch.comm.topology",
 }

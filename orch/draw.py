@@ -11,7 +11,7 @@ import torch
 
 from orch.lengths import ItemLengths, StepLengths
 from orch.loss import num_label_tokens
-from orch.stage import EncoderAdapter, Item, Sample
+from orch.stages import EncoderAdapter, Item, Sample
 from orch.wire import decode_record, encode_record
 
 _PART = "orch:part"

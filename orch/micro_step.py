@@ -13,7 +13,7 @@ from torch import nn
 from orch.comm.all_to_all import exchange_many
 from orch.comm.layout import Exchange
 from orch.loss import token_loss_sum
-from orch.stage import Item, Stage, stages_in
+from orch.stages import Item, Stage, stages_in
 
 BATCH_KEY = "orch"
 _MARK = "_orch_hooks"
@@ -127,7 +127,8 @@ def run_stage(stage: Stage, batch: StageBatch, micro_step: MicroStep) -> tuple[t
     if not batch.moves or micro_step.group is None:
         index = torch.from_numpy(batch.exchange.send_index[batch.exchange.recv_index]).to(rows[0].device)
         return tuple(tensor.index_select(0, index) for tensor in rows)
-    return tuple(exchange_many(rows, batch.exchange, micro_step.group, method=micro_step.exchange_method))
+    method = micro_step.exchange_method
+    return tuple(exchange_many(rows, batch.exchange, micro_step.group, method=method, label=stage.name))
 
 
 def instrument_model(model: nn.Module) -> None:

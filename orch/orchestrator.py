@@ -1,0 +1,154 @@
+"""The orchestrated loader: batches balanced for every stage, prepared one step ahead of training."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+from torch import nn
+
+from orch.comm.topology import Topology
+from orch.micro_step import BATCH_KEY, MicroStep
+from orch.prefetch import Prefetcher
+from orch.prepare import Collate, to_device
+from orch.producer import Ready, StepProducer
+from orch.report import Report
+from orch.setup import Setup, make_setup
+
+DEFAULT_TIMEOUT_S = 600.0
+
+
+class GroupLoader(Protocol):
+    """What is asked of a loader: this rank's groups, each a list of processed samples, uncollated."""
+
+    layout: str
+
+    def groups(self) -> Iterator[Sequence[dict[str, Any]]]:
+        """One group for each micro-step; [] where this rank has no sample."""
+        ...
+
+
+class OrchestratedLoader:
+    """Yields balanced batches of a loader's groups. Made by `orchestrate`.
+
+    Attributes:
+        loader: The loader that draws.
+        setup: What was fixed once.
+        report: Figures of all steps so far.
+        micro_step: The plan of the batch yielded last; None before the first.
+    """
+
+    def __init__(self, loader: Any, setup: Setup, *, prefetch: int, timeout_s: float) -> None:
+        self.loader, self.setup = loader, setup
+        self.report = Report()
+        self.micro_step: MicroStep | None = None
+        self._prefetch, self._timeout_s = prefetch, timeout_s
+        self._closing = False
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        self._closing = False
+        groups = iter(self.loader.groups() if hasattr(self.loader, "groups") else self.loader)
+        produced = StepProducer(groups, self.setup, self.report, lambda: self._closing)
+        if self._prefetch == 0:
+            yield from map(self._hand_over, produced)
+            return
+        ahead = Prefetcher(produced, self._prefetch, self._check_wait)
+        try:
+            while (ready := self._next(ahead)) is not None:
+                yield self._hand_over(ready)
+        finally:
+            self._closing = True
+            ahead.close(self._timeout_s)
+
+    def __len__(self) -> int:
+        """Number of micro-steps, as the loader estimates it."""
+        return len(self.loader)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Chooses the epoch whose order the loader draws, where it knows epochs."""
+        if hasattr(self.loader, "set_epoch"):
+            self.loader.set_epoch(epoch)
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether the optimizer steps after the batch yielded last; under DDP the others may run in `no_sync`."""
+        return self.micro_step is None or self.micro_step.is_last
+
+    def _next(self, ahead: Prefetcher[Ready]) -> Ready | None:
+        start = time.perf_counter()
+        ready = ahead.next()
+        self.report.wait_ms.append(1e3 * (time.perf_counter() - start))
+        return ready
+
+    def _hand_over(self, ready: Ready) -> dict[str, Any]:
+        """Moves the batch to the model's device, and tells DeepSpeed whether a step follows."""
+        device = self.setup.device
+        stages = {
+            name: replace(batch, inputs=to_device(batch.inputs, device))
+            for name, batch in ready.micro_step.stages.items()
+        }
+        self.micro_step = replace(ready.micro_step, stages=stages)
+        if self.setup.engine.deepspeed is not None:
+            self.setup.engine.deepspeed.set_gradient_accumulation_boundary(self.micro_step.is_last)
+        return {**to_device(ready.batch, device), BATCH_KEY: self.micro_step}
+
+    def _check_wait(self, waited_s: float) -> None:
+        if waited_s > self._timeout_s:
+            raise TimeoutError(
+                f"Rank {self.setup.rank} waited {waited_s:.0f} s for a batch; the limit is {self._timeout_s:.0f} s."
+            )
+
+
+def orchestrate(
+    loader: Any,
+    engine: nn.Module,
+    *,
+    balance: str = "post",
+    dispatcher: str | None = None,
+    accumulate: int | None = None,
+    topology: Topology | None = None,
+    max_tokens: int | None = None,
+    collate_fn: Collate | None = None,
+    layout: str | None = None,
+    exchange: str = "flat",
+    prefetch: int = 1,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+) -> OrchestratedLoader:
+    """Wraps a loader so that every stage of the model gets balanced batches, and losses are exact.
+
+    Each batch is a dict of arguments for the engine's forward. Its plan travels in it; the loss that comes out is the
+    sum of token losses, scaled so that gradients are those of one process over all samples of the step. Every rank
+    must call this at the same point, and leave its loop after the same batch.
+
+    Args:
+        loader: An `ODBDataLoader`, or any iterable of groups (lists of processed samples) with equal or unequal counts.
+        engine: What trains: DDP, a DeepSpeed engine, or the model itself. Its encoders are stages (`orch.stage`).
+        balance: "post": every stage on its own; "llm": the LLM alone; "pre": whole samples before the step; "none".
+        dispatcher: How packed stages are dealt (`orch.dispatch.DISPATCHERS`); the best for each stage if not given.
+        accumulate: K, micro-steps of an optimizer step; read from DeepSpeed, 1 otherwise.
+        topology: Ranks and nodes; one node if not given.
+        max_tokens: The most tokens the LLM's batch of a rank may hold; never more than unbalanced in any case.
+        collate_fn: `collate_fn(samples, parts)` to arguments of the model; found by the model if not given.
+        layout: "packed" or "padded" samples in the LLM; the loader's if not given, else "packed".
+        exchange: How encoder outputs travel: "flat", or "all_gather" as a baseline.
+        prefetch: Batches prepared ahead in a background thread; 0 prepares in the training thread.
+        timeout_s: Seconds after which a wait raises.
+
+    Raises:
+        ValueError: If a choice is unknown or contradicts the engine.
+    """
+    setup = make_setup(
+        engine,
+        layout or getattr(loader, "layout", "packed"),
+        balance=balance,
+        dispatcher=dispatcher,
+        accumulate=accumulate,
+        topology=topology,
+        max_tokens=max_tokens,
+        collate_fn=collate_fn or getattr(loader, "collate_fn", None),
+        exchange=exchange,
+        timeout_s=timeout_s,
+    )
+    return OrchestratedLoader(loader, setup, prefetch=prefetch, timeout_s=timeout_s)

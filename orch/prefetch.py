@@ -1,0 +1,79 @@
+"""A background thread that prepares batches ahead of training, and hands over its errors."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterable
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+_POLL_S = 0.5
+
+
+class _End:
+    def __init__(self, error: BaseException | None = None) -> None:
+        self.error = error
+
+
+class Prefetcher(Generic[T]):
+    """Runs an iterable in a thread, at most `depth` results ahead.
+
+    Closing does not interrupt the iterable, which may be in the middle of a collective: results are thrown away until
+    it ends by itself. Whoever closes must have told it to end.
+
+    Args:
+        source: Produces results; runs in the thread.
+        depth: Results held ready, besides the one that the thread is working on.
+        on_wait: Called every half second while `next` waits; raises to end the wait.
+    """
+
+    def __init__(self, source: Iterable[T], depth: int, on_wait: Callable[[float], None]) -> None:
+        self._ready: queue.Queue[T | _End] = queue.Queue(maxsize=max(depth, 1))
+        self._on_wait = on_wait
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(source,), daemon=True, name="orch-prefetch")
+        self._thread.start()
+
+    def next(self) -> T | None:
+        """The next result; None at the end.
+
+        Raises:
+            BaseException: What the iterable raised, or what `on_wait` raised.
+        """
+        waited = 0.0
+        while True:
+            try:
+                result = self._ready.get(timeout=_POLL_S)
+                break
+            except queue.Empty:
+                waited += _POLL_S
+                self._on_wait(waited)
+        if not isinstance(result, _End):
+            return result
+        if result.error is not None:
+            raise result.error
+        return None
+
+    def close(self, timeout_s: float) -> bool:
+        """Waits for the thread to end; whether it did."""
+        self._closing.set()
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self, source: Iterable[T]) -> None:
+        end = _End()
+        try:
+            for result in source:
+                self._put(result)
+        except BaseException as error:
+            end = _End(error)
+        self._put(end)
+
+    def _put(self, result: T | _End) -> None:
+        while not self._closing.is_set():
+            try:
+                self._ready.put(result, timeout=_POLL_S)
+                return
+            except queue.Full:
+                continue

@@ -1,0 +1,114 @@
+"""From a planned micro-step to a batch: raw items move, then each rank joins what it encodes and what it trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from orch.comm.layout import Exchange, Layout, Rearrangement
+from orch.comm.parcels import exchange_parcels
+from orch.comm.topology import IntArray
+from orch.draw import DrawnSample, open_parcel
+from orch.lengths import StepLengths
+from orch.loss import IGNORE
+from orch.micro_step import StageBatch
+from orch.plan import MicroStepPlan, StagePlan
+from orch.stages import EncoderAdapter, Item
+from orch.wire import decode_record
+
+Collate = Callable[[Sequence[dict[str, Any]], Mapping[str, Sequence[Sequence[Item]]]], dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Arrived:
+    """What a rank holds after the raw exchange of a micro-step.
+
+    Attributes:
+        samples: The samples of its LLM batch, without their items.
+        parts: By stage, the LLM-side parts of each sample's items.
+        items: By stage, the items that this rank encodes.
+    """
+
+    samples: list[dict[str, Any]]
+    parts: dict[str, list[list[Item]]]
+    items: dict[str, list[Item]]
+
+
+def exchange_step_parcels(
+    drawn: Sequence[DrawnSample],
+    lengths: StepLengths,
+    plan: MicroStepPlan,
+    rank: int,
+    group: dist.ProcessGroup | None,
+) -> Arrived:
+    """Moves the text of this micro-step to the LLM's layout and raw items to their encoders, in one exchange."""
+    names = list(plan.stages)
+    first = int(np.searchsorted(lengths.home, rank))
+    parcels = [drawn[i - first].parcel for i in plan.samples[plan.home.rank_of_item == rank].tolist()]
+    sizes = [lengths.num_bytes[plan.samples]]
+    for name, stage in plan.stages.items():
+        own = [item for sample in drawn for item in sample.items[name]]
+        first_item = int(np.searchsorted(lengths.stages[name].sample, first))
+        parcels += [own[i - first_item] for i in stage.items[stage.home.rank_of_item == rank].tolist()]
+        sizes.append(lengths.stages[name].num_bytes[stage.items])
+    arrived = exchange_parcels(parcels, _all_parcels(plan), np.concatenate(sizes), rank, group)
+    pieces = iter(arrived)
+    here = int((plan.llm.rank_of_item == rank).sum())
+    opened = [open_parcel(next(pieces), names) for _ in range(here)]
+    items = {
+        name: [decode_record(next(pieces)) for _ in range(int((stage.encode.rank_of_item == rank).sum()))]
+        for name, stage in plan.stages.items()
+    }
+    _mask_fillers([sample for sample, _ in opened], plan, rank)
+    parts = {name: [part[name] for _, part in opened] for name in names}
+    return Arrived([sample for sample, _ in opened], parts, items)
+
+
+def stage_batch(
+    stage: StagePlan, num_rows: IntArray, items: list[Item], parts: Sequence[Sequence[Item]], adapter: EncoderAdapter,
+    rank: int,
+) -> StageBatch:  # fmt: skip
+    """What one stage does on this rank; `num_rows` (int64[m]) are the rows of each of the micro-step's items."""
+    encoded = stage.encode.rank_of_item == rank
+    needed = stage.llm.rank_of_item == rank
+    return StageBatch(
+        inputs=adapter.join(items or [adapter.dummy()]),
+        num_rows=int(num_rows[encoded].sum()),
+        exchange=Exchange.of(stage.to_llm, rank, num_rows),
+        parts=tuple(part for sample in parts for part in sample),
+        part_rows=tuple(num_rows[needed].tolist()),
+        moves=not np.array_equal(stage.encode.rank_of_item, stage.llm.rank_of_item),
+    )
+
+
+def _all_parcels(plan: MicroStepPlan) -> Rearrangement:
+    """Texts, then the items of each stage, as one rearrangement."""
+    moves = [plan.to_llm, *(stage.to_encoder for stage in plan.stages.values())]
+    num_ranks = plan.home.num_ranks
+    source = np.concatenate([move.source.rank_of_item for move in moves])
+    target = np.concatenate([move.target.rank_of_item for move in moves])
+    return Rearrangement(Layout(source, num_ranks), Layout(target, num_ranks))
+
+
+def _mask_fillers(samples: Sequence[dict[str, Any]], plan: MicroStepPlan, rank: int) -> None:
+    """Fillers keep the collectives aligned; they are not trained on."""
+    is_filler = np.arange(len(plan.samples)) >= len(plan.samples) - plan.num_fillers
+    for sample, filler in zip(samples, is_filler[plan.llm.rank_of_item == rank], strict=True):
+        if filler:
+            sample["labels"] = torch.full_like(torch.as_tensor(sample["labels"]), IGNORE)
+
+
+def to_device(value: Any, device: torch.device) -> Any:
+    """Moves the tensors of a nested dict, list or tuple, without waiting for pinned ones."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device, non_blocking=True)
+    if isinstance(value, Mapping):
+        return {key: to_device(item, device) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(to_device(item, device) for item in value)
+    return value

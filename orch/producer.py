@@ -1,0 +1,180 @@
+"""The way of a step, straight down: draw, gather lengths, plan, and for each micro-step exchange, join and collate."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from orch.comm.gather import Status, gather, gather_status
+from orch.comm.topology import IntArray
+from orch.draw import DrawnSample, draw_sample, measure
+from orch.lengths import StepLengths, merge_lengths, pack_lengths
+from orch.loss import loss_scale
+from orch.metrics import step_metrics
+from orch.micro_step import MicroStep
+from orch.plan import MicroStepPlan, StepPlan, plan_step
+from orch.prepare import exchange_step_parcels, stage_batch
+from orch.report import Report
+from orch.setup import Setup
+
+Groups = Iterator[Sequence[dict[str, Any]]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ready:
+    """A batch as the background thread leaves it.
+
+    Attributes:
+        batch: Arguments of the model's forward.
+        micro_step: What travels with them.
+    """
+
+    batch: dict[str, Any]
+    micro_step: MicroStep
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Draw:
+    """What one rank has for the next step, or why it has nothing."""
+
+    samples: list[DrawnSample]
+    lengths: StepLengths
+    error: BaseException | None = None
+
+    @property
+    def status(self) -> Status:
+        if self.error is not None:
+            return Status.FAILED
+        return Status.OK if self.lengths.num_micro_steps else Status.ENDED
+
+
+class StepProducer:
+    """Produces the batches of a run of steps; every rank's producer enters the same collectives in the same order.
+
+    Args:
+        groups: This rank's groups.
+        setup: What the run fixed once.
+        report: Where figures go.
+        is_closing: Whether the consumer has stopped; asked before each step, and all ranks end when one says so.
+    """
+
+    def __init__(self, groups: Groups, setup: Setup, report: Report, is_closing: Callable[[], bool]) -> None:
+        self._groups, self._setup, self._report, self._is_closing = groups, setup, report, is_closing
+        self._names = list(setup.stages)
+        self._agreed = setup.fingerprint()
+
+    def __iter__(self) -> Iterator[Ready]:
+        step = 0
+        while True:
+            closing = self._is_closing()
+            draw = _Draw([], measure([], self._names)) if closing else self._draw()
+            lengths = self._gather_lengths(draw, closing, step)
+            if lengths is None:
+                return
+            plan = self._plan(lengths)
+            for index, micro_step in enumerate(plan.micro_steps):
+                yield self._prepare(draw.samples, lengths, micro_step, step, index)
+            step += 1
+
+    def _draw(self) -> _Draw:
+        """Up to K groups, their samples taken apart and measured."""
+        adapters, placeholders = self._setup.adapters, self._setup.placeholders
+        taken: list[list[DrawnSample]] = []
+        try:
+            while len(taken) < self._setup.accumulate and (group := next(self._groups, None)) is not None:
+                taken.append([draw_sample(sample, adapters, placeholders) for sample in group])
+            return _Draw([sample for group in taken for sample in group], measure(taken, self._names))
+        except Exception as error:
+            return _Draw([], measure([], self._names), error)
+
+    def _gather_lengths(self, draw: _Draw, closing: bool, step: int) -> StepLengths | None:
+        """Everyone's lengths; None once no rank has a sample left, or once one has stopped."""
+        start = time.perf_counter()
+        vector = np.concatenate([np.array([self._agreed, closing], dtype=np.int64), pack_lengths(draw.lengths)])
+        vectors = self._together(draw.status, draw.error, vector, "lengths")
+        self._report.gather_ms.append(1e3 * (time.perf_counter() - start))
+        self._check_setups([int(v[0]) for v in vectors])
+        stopped = [rank for rank, v in enumerate(vectors) if v[1]]
+        if stopped and not closing:
+            raise RuntimeError(
+                f"Ranks {stopped} stopped iterating before step {step}, rank {self._setup.rank} did not: "
+                "all ranks must leave the loop after the same batch."
+            )
+        lengths = merge_lengths([v[2:] for v in vectors], self._names)
+        return lengths if lengths.num_samples and not stopped else None
+
+    def _plan(self, lengths: StepLengths) -> StepPlan:
+        """The plan of the step; the same on every rank, which is checked before data moves."""
+        setup = self._setup
+        start = time.perf_counter()
+        plan = plan_step(lengths, setup.topology, setup.config)
+        self._report.plan_ms.append(1e3 * (time.perf_counter() - start))
+        self._report.steps.append(step_metrics(lengths, plan, setup.topology, setup.config))
+        own = np.array([plan.fingerprint()], dtype=np.int64)
+        hashes = [int(v[0]) for v in gather(own, Status.OK, "", setup.integers, label="plan").values]
+        differing = [rank for rank, value in enumerate(hashes) if value != hashes[0]]
+        if differing:
+            raise RuntimeError(f"Ranks {differing} computed another plan than rank 0 from the same lengths.")
+        return plan
+
+    def _prepare(
+        self, drawn: list[DrawnSample], lengths: StepLengths, plan: MicroStepPlan, step: int, index: int
+    ) -> Ready:
+        """This rank's batch of one micro-step. A failure here is every rank's."""
+        start = time.perf_counter()
+        arrived = exchange_step_parcels(drawn, lengths, plan, self._setup.rank, self._setup.integers)
+        self._report.exchange_ms.append(1e3 * (time.perf_counter() - start))
+        ready, failure = None, None
+        try:
+            batch = dict(self._setup.collate(arrived.samples, arrived.parts))
+            stages = {}
+            for name, stage in plan.stages.items():
+                adapter, parts = self._setup.stages[name].adapter, arrived.parts[name]
+                num_rows = lengths.stages[name].num_rows[stage.items]
+                stages[name] = stage_batch(stage, num_rows, arrived.items[name], parts, adapter, self._setup.rank)
+                batch |= adapter.llm_inputs([part for sample in parts for part in sample])
+            ready = Ready(batch, self._micro_step(lengths, stages, step, index))
+        except Exception as error:
+            failure = error
+        self._together(Status.OK if failure is None else Status.FAILED, failure, None, "prepared")
+        assert ready is not None
+        return ready
+
+    def _micro_step(self, lengths: StepLengths, stages: dict[str, Any], step: int, index: int) -> MicroStep:
+        setup, num_tokens = self._setup, int(lengths.num_label_tokens.sum())
+        return MicroStep(
+            step=step,
+            index=index,
+            num_micro_steps=lengths.num_micro_steps,
+            loss_scale=loss_scale(num_tokens, setup.topology.num_ranks, setup.engine.accumulation_divisor),
+            num_label_tokens=num_tokens,
+            stages=stages,
+            group=setup.rows,
+            exchange_method=setup.exchange_method,
+        )
+
+    def _together(
+        self, status: Status, error: BaseException | None, values: IntArray | None, label: str
+    ) -> list[IntArray]:
+        """Goes on only if every rank does; where one failed, all raise, that one from its own error."""
+        message = "" if error is None else f"{type(error).__name__}: {error}"
+        try:
+            if values is None:
+                gather_status(status, message, self._setup.integers, label=label)
+                return []
+            return gather(values, status, message, self._setup.integers, label=label).values
+        except Exception as failed:
+            raise failed from error
+
+    def _check_setups(self, fingerprints: list[int]) -> None:
+        differing = [rank for rank, value in enumerate(fingerprints) if value != fingerprints[0]]
+        if differing:
+            raise ValueError(
+                f"`orch.orchestrate` must be set up alike on all ranks, but ranks {differing} differ from rank 0 "
+                "instead, in version, stages, topology, balance, caps, accumulation or exchange; "
+                f"rank {self._setup.rank} has {self._setup.describe()}."
+            )

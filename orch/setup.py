@@ -1,0 +1,165 @@
+"""What a run fixes once: stages, ranks, groups, costs, and how the engine divides gradients."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from orch import __version__
+from orch.comm.groups import get_rank, get_world_size, new_cpu_group
+from orch.comm.topology import Topology
+from orch.config import BalanceConfig, StageConfig
+from orch.cost import CostModel, PackedCost, PaddedCost
+from orch.cost_fit import transformer_flops
+from orch.engine import EngineInfo, read_engine
+from orch.micro_step import instrument_model
+from orch.prepare import Collate
+from orch.stages import EncoderAdapter, Stage, stages_in
+
+EXCHANGE_METHODS = ("flat", "all_gather")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Setup:
+    """What a run fixes once; see `orch.orchestrate` for what each choice means.
+
+    Attributes:
+        engine: The engine as orch sees it.
+        stages: The stages of its model by name.
+        rank: This process's rank among the data-parallel ranks.
+        topology: Ranks and nodes.
+        config: How to balance.
+        accumulate: K, groups drawn for each optimizer step.
+        collate: Samples and parts to the arguments of the model.
+        placeholders: Token ids that stand for rows of each stage, where known.
+        integers: CPU group for lengths and raw items; the background thread's own.
+        rows: Group for encoder outputs; the training thread's own.
+        exchange_method: "flat" or "all_gather".
+        device: Where the model is.
+    """
+
+    engine: EngineInfo
+    stages: Mapping[str, Stage]
+    rank: int
+    topology: Topology
+    config: BalanceConfig
+    accumulate: int
+    collate: Collate
+    placeholders: Mapping[str, Sequence[int]]
+    integers: dist.ProcessGroup | None
+    rows: dist.ProcessGroup | None
+    exchange_method: str
+    device: torch.device
+
+    @property
+    def adapters(self) -> dict[str, EncoderAdapter]:
+        """The adapter of each stage."""
+        return {name: stage.adapter for name, stage in self.stages.items()}
+
+    def describe(self) -> str:
+        """All that ranks must agree on before a step, in words."""
+        return (
+            f"orch {__version__}, stages {list(self.stages)}, {self.topology}, {self.config}, "
+            f"accumulate={self.accumulate}, exchange={self.exchange_method!r}"
+        )
+
+    def fingerprint(self) -> int:
+        """A 63-bit hash of `describe()`."""
+        return int.from_bytes(hashlib.blake2b(self.describe().encode(), digest_size=8).digest(), "little") >> 1
+
+
+def make_setup(
+    engine: nn.Module,
+    layout: str,
+    *,
+    balance: str,
+    dispatcher: str | None,
+    accumulate: int | None,
+    topology: Topology | None,
+    max_tokens: int | None,
+    collate_fn: Collate | None,
+    exchange: str,
+    timeout_s: float,
+) -> Setup:
+    """Reads the engine, instruments its model and makes the groups; every rank calls it at the same point."""
+    if exchange not in EXCHANGE_METHODS:
+        raise ValueError(f"`exchange` must be one of {EXCHANGE_METHODS}, but is {exchange!r} instead.")
+    info = read_engine(engine)
+    stages = stages_in(info.model)
+    instrument_model(info.model)
+    backbone = importlib.import_module("orch.encoders").backbone
+    num_ranks = get_world_size(info.group)
+    topology = topology or Topology(num_ranks)
+    if topology.num_ranks != num_ranks:
+        raise ValueError(f"`topology` must have {num_ranks} ranks, but has {topology.num_ranks} instead.")
+    return Setup(
+        engine=info,
+        stages=stages,
+        rank=get_rank(info.group),
+        topology=topology,
+        config=_balance_config(info.model, stages, layout, balance, dispatcher, max_tokens, backbone),
+        accumulate=_accumulate(info, accumulate),
+        collate=collate_fn or backbone.collator_for(info.model, layout),
+        placeholders={name: backbone.placeholder_ids(info.model, stage.adapter) for name, stage in stages.items()},
+        integers=new_cpu_group(info.group, timeout_s=timeout_s),
+        rows=_rows_group(info.group, timeout_s),
+        exchange_method=exchange,
+        device=next(info.model.parameters()).device,
+    )
+
+
+def _accumulate(info: EngineInfo, accumulate: int | None) -> int:
+    """K, as given or as the engine says; DeepSpeed divides by its own, so the two must agree there."""
+    known = info.accumulate
+    if accumulate is not None and known is not None and accumulate != known:
+        raise ValueError(f"`accumulate` must be the engine's {known}, but is {accumulate} instead.")
+    chosen = accumulate or known or 1
+    if chosen < 1:
+        raise ValueError(f"`accumulate` must be at least 1, but is {accumulate} instead.")
+    return chosen
+
+
+def _rows_group(group: dist.ProcessGroup | None, timeout_s: float) -> dist.ProcessGroup | None:
+    """The engine's own group on GPUs (concurrent NCCL communicators can deadlock); on CPUs a group apart."""
+    if group is None or dist.get_backend(group) != "gloo":
+        return group
+    return new_cpu_group(group, timeout_s=timeout_s)
+
+
+def _balance_config(
+    model: nn.Module,
+    stages: Mapping[str, Stage],
+    layout: str,
+    balance: str,
+    dispatcher: str | None,
+    max_tokens: int | None,
+    backbone: Any,
+) -> BalanceConfig:
+    flops = transformer_flops(**backbone.llm_dimensions(model))
+    cost: CostModel = flops if layout == "packed" else PaddedCost(flops.per_item, flops.linear, flops.quadratic)
+    encoders = {
+        name: StageConfig(cost=_packed_cost(stage.adapter), dispatcher=dispatcher, row_bytes=_row_bytes(model, stage))
+        for name, stage in stages.items()
+    }
+    llm = StageConfig(
+        cost=cost, dispatcher=dispatcher if layout == "packed" else None, max_tokens=max_tokens, layout=layout
+    )
+    return BalanceConfig(mode=balance, llm=llm, stages=encoders)
+
+
+def _packed_cost(adapter: EncoderAdapter) -> PackedCost:
+    per_item, linear, quadratic = adapter.cost()
+    return PackedCost(per_item=per_item, linear=linear, quadratic=quadratic)
+
+
+def _row_bytes(model: Any, stage: Stage) -> int:
+    """Bytes of one row that leaves the encoder: the LLM's width in the encoder's dtype."""
+    width: int = model.config.get_text_config().hidden_size
+    return width * next(stage.encoder.parameters()).element_size()
