@@ -1,1 +1,30 @@
-"""Online dynamic batching: batches formed at the DataLoader, where true lengths are known."""
+"""Online dynamic batching: batches formed at the DataLoader, where true lengths are known.
+
+The names below are imported when first used (PEP 562), so that grouping alone needs no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_HOME_OF_NAME = {
+    "ODBDataLoader": "orch.odb.loader",
+    "SkipSample": "orch.odb.errors",
+    "TokenBudget": "orch.odb.budget",
+    "ODBStepInfo": "orch.odb.step_info",
+    "pop_step_info": "orch.odb.step_info",
+    "scale_loss": "orch.odb.step_info",
+    "TOTAL_BATCH_SIZE_KEY": "orch.odb.step_info",
+    "LOCAL_BATCH_SIZE_KEY": "orch.odb.step_info",
+    "TOTAL_TOKENS_KEY": "orch.odb.step_info",
+    "LOCAL_TOKENS_KEY": "orch.odb.step_info",
+    "ODB_STEP_INFO_KEY": "orch.odb.step_info",
+}
+__all__ = sorted(_HOME_OF_NAME)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF_NAME:
+        raise AttributeError(f"module 'orch.odb' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME_OF_NAME[name]), name)

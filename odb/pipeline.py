@@ -1,0 +1,90 @@
+"""Runs a generator in a background thread, a bounded way ahead of who takes its results."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+_POLL_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    error: BaseException | None = None
+
+
+class Pipeline(Generic[T]):
+    """An iterator over rounds of items that a thread prepares.
+
+    The thread starts its next round once at most half a round is left to take. An exception of the thread is raised
+    to the taker, behind all items that came before it.
+
+    Args:
+        rounds: Makes the rounds; consumed by the thread.
+        stop: Set by `close`; the rounds are expected to end soon after.
+        release: Called at last, by the thread.
+    """
+
+    def __init__(self, rounds: Iterator[list[T]], stop: threading.Event, release: Callable[[], None]) -> None:
+        self._rounds, self._stop, self._release = rounds, stop, release
+        self._items: queue.SimpleQueue[T | _End] = queue.SimpleQueue()
+        self._taken = threading.Condition()
+        self._ended = False
+        self._thread = threading.Thread(target=self._work, name="odb-loader", daemon=True)
+        self._thread.start()
+
+    def __iter__(self) -> Pipeline[T]:
+        return self
+
+    def __next__(self) -> T:
+        if self._ended:
+            raise StopIteration
+        item = self._next_item()
+        with self._taken:
+            self._taken.notify_all()
+        if isinstance(item, _End):
+            self._ended = True
+            raise StopIteration if item.error is None else item.error
+        return item
+
+    def close(self) -> None:
+        """Tells the thread to stop; does not wait for it."""
+        self._ended = True
+        self._stop.set()
+        with self._taken:
+            self._taken.notify_all()
+
+    def join(self, timeout_s: float | None = None) -> bool:
+        """Waits for the thread to end; returns whether it has."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _next_item(self) -> T | _End:
+        while True:
+            with contextlib.suppress(queue.Empty):
+                return self._items.get(timeout=_POLL_S)
+            if not self._thread.is_alive() and self._items.empty():
+                return _End(RuntimeError("The loader's thread ended without a result."))
+
+    def _work(self) -> None:
+        error: BaseException | None = None
+        try:
+            for items in self._rounds:
+                num_left = len(items) // 2
+                while items:
+                    self._items.put(items.pop(0))
+                self._wait_until_taken(num_left)
+        except BaseException as caught:
+            error = caught
+        self._items.put(_End(error))
+        self._release()
+
+    def _wait_until_taken(self, num_left: int) -> None:
+        with self._taken:
+            while self._items.qsize() > num_left and not self._stop.is_set():
+                self._taken.wait(_POLL_S)

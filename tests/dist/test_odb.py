@@ -1,0 +1,347 @@
+"""The loader over several ranks: equal counts, every sample once, failures that stop all and name the culprit."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import Dataset, IterableDataset
+
+from orch import odb
+from orch.comm.gather import RankFailedError
+from tests.ranks import RankOutcome, run_ranks
+
+
+class Tokens(Dataset):
+    """Samples of 10 to 99 tokens that say which they are."""
+
+    def __init__(self, num_samples: int) -> None:
+        self.num_samples = num_samples
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        length = 10 + (index * 37) % 90
+        labels = torch.arange(length)
+        labels[: 1 + index % 9] = -100
+        return {"input_ids": torch.full((length,), index), "labels": labels}
+
+
+def sample_ids(group: list[dict[str, Any]]) -> list[int]:
+    return [int(sample["input_ids"][0]) for sample in group]
+
+
+def read_groups(loader: odb.ODBDataLoader) -> list[list[int]]:
+    return [sample_ids(group) for group in loader.groups()]
+
+
+def check_epoch(groups_of_rank: list[list[list[int]]], num_samples: int) -> None:
+    assert len({len(groups) for groups in groups_of_rank}) == 1, [len(groups) for groups in groups_of_rank]
+    seen = Counter(i for groups in groups_of_rank for group in groups for i in group)
+    assert seen == Counter(range(num_samples))
+
+
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+@pytest.mark.parametrize(("num_ranks", "num_samples", "num_workers"), [(2, 205, 0), (3, 200, 2), (4, 3, 0), (2, 0, 0)])
+def test_every_sample_once_and_equal_counts(layout: str, num_ranks: int, num_samples: int, num_workers: int) -> None:
+    def work() -> list[list[list[int]]]:
+        loader = odb.ODBDataLoader(
+            Tokens(num_samples), token_budget=400, layout=layout, shuffle=True, num_workers=num_workers, buffer_size=32
+        )
+        return [read_groups(loader) for _ in range(2)]
+
+    results = run_ranks(work, num_ranks)
+    for epoch in range(2):
+        check_epoch([result[epoch] for result in results], num_samples)
+    if num_samples > 100:
+        assert results[0][0] != results[0][1]
+
+
+def test_groups_keep_the_budget_and_do_not_depend_on_arrival() -> None:
+    class Slow(Tokens):
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            time.sleep(0.02 * (index % 5 == dist.get_rank()))
+            return super().__getitem__(index)
+
+    def work() -> tuple[list[list[int]], list[list[int]], int]:
+        make = lambda data, workers: odb.ODBDataLoader(  # noqa: E731
+            data, token_budget=400, layout="padded", shuffle=True, seed=3, num_workers=workers, buffer_size=40
+        )
+        longest = max(
+            len(group) * max(len(sample["input_ids"]) for sample in group)
+            for group in make(Tokens(120), 0).groups()
+            if group
+        )
+        return read_groups(make(Tokens(120), 0)), read_groups(make(Slow(120), 3)), longest
+
+    for fast, slow, longest in run_ranks(work, 2):
+        assert fast == slow
+        assert longest <= 400
+
+
+def test_uneven_shards_end_with_idle_batches_of_scale_zero() -> None:
+    num_samples = [67, 104, 0]
+
+    def work() -> tuple[list[int], list[float], list[int], int]:
+        rank = dist.get_rank()
+        start = sum(num_samples[:rank])
+        loader = odb.ODBDataLoader(
+            Tokens(sum(num_samples)),
+            token_budget=400,
+            buffer_size=20,
+            sampler=range(start, start + num_samples[rank]),
+        )
+        seen, scales, shapes, totals = [], [], [], 0
+        for batch in loader:
+            info = odb.pop_step_info(batch)
+            scales.append(float(info.loss_scale))
+            shapes.append(len(batch["input_ids"]))
+            totals += info.all_samples_this_step
+            if not info.is_idle:
+                seen += [int(row[0]) for row in batch["input_ids"]]
+        return seen, scales, shapes, totals
+
+    results = run_ranks(work, 3)
+    assert sorted(i for result in results for i in result[0]) == list(range(171))
+    assert {len(result[1]) for result in results} == {len(results[0][1])}
+    assert {result[3] for result in results} == {171}
+    assert set(results[2][1]) == {0.0}
+    assert set(results[2][2]) == {1}
+    assert any(scale > 0 for scale in results[0][1])
+
+
+@pytest.mark.parametrize("accumulation_steps", [1, 3])
+def test_gradients_equal_one_process(accumulation_steps: int) -> None:
+    """A linear model over label tokens: averaged over ranks and added over micro-steps, as DDP does."""
+
+    def loss_of(batch: dict[str, torch.Tensor], weight: torch.Tensor) -> torch.Tensor:
+        mask = batch["labels"] != -100
+        values = torch.sin(batch["input_ids"].double() * weight[0] + batch["labels"].double() * weight[1])
+        return (values * mask).sum() / mask.sum()
+
+    def work() -> list[tuple[list[int], torch.Tensor]]:
+        steps, ids, gradient = [], [], torch.zeros(2, dtype=torch.float64)
+        loader = odb.ODBDataLoader(
+            Tokens(131), token_budget=400, buffer_size=16, shuffle=True, accumulation_steps=accumulation_steps
+        )
+        for batch in loader:
+            info = odb.pop_step_info(batch)
+            weight = torch.tensor([0.3, 0.7], dtype=torch.float64, requires_grad=True)
+            (loss_of(batch, weight) * info.loss_scale).backward()
+            gradient += weight.grad / dist.get_world_size()
+            if not info.is_idle:
+                ids += [int(row[0]) for row in batch["input_ids"]]
+            if info.is_last_micro_step:
+                dist.all_reduce(gradient)
+                steps.append((ids, gradient))
+                ids, gradient = [], torch.zeros(2, dtype=torch.float64)
+        assert not ids
+        return steps
+
+    results = run_ranks(work, 3)
+    assert sum(len(step[0]) for result in results for step in result) == 131
+    for step in range(len(results[0])):
+        samples = [Tokens(131)[i] for result in results for i in result[step][0]]
+        weight = torch.tensor([0.3, 0.7], dtype=torch.float64, requires_grad=True)
+        count = sum(int((sample["labels"] != -100).sum()) for sample in samples)
+        for sample in samples:
+            share = int((sample["labels"] != -100).sum()) / count
+            (loss_of(sample, weight) * share).backward()
+        assert torch.allclose(weight.grad, results[0][step][1], rtol=1e-12, atol=1e-12)
+
+
+def test_a_loader_runs_beside_collectives_of_the_training_thread() -> None:
+    def work() -> list[list[int]]:
+        loader = odb.ODBDataLoader(Tokens(300), token_budget=300, buffer_size=24, num_workers=1)
+        evaluation = odb.ODBDataLoader(Tokens(40), token_budget=300, buffer_size=8)
+        groups = []
+        for step, group in enumerate(loader.groups()):
+            dist.all_reduce(torch.ones(1))
+            groups.append(sample_ids(group))
+            if step == 4:
+                check = [odb.pop_step_info(batch).num_samples for batch in evaluation]
+                total = torch.tensor(sum(check))
+                dist.all_reduce(total)
+                assert int(total) == 40
+        return groups
+
+    check_epoch(run_ranks(work, 3), 300)
+
+
+def test_breaking_off_together_leaves_a_loader_that_starts_anew() -> None:
+    def work() -> list[list[int]]:
+        loader = odb.ODBDataLoader(
+            Tokens(300), token_budget=300, buffer_size=24, num_workers=2, persistent_workers=True
+        )
+        for _ in range(3):
+            for step, _ in enumerate(loader):
+                if step == 5:
+                    break
+        return read_groups(loader)
+
+    check_epoch(run_ranks(work, 2), 300)
+
+
+def test_one_rank_that_stops_early_is_named_by_the_other() -> None:
+    def work() -> str:
+        loader = odb.ODBDataLoader(Tokens(400), token_budget=300, buffer_size=24)
+        groups = loader.groups()
+        try:
+            for step, _ in enumerate(groups):
+                if dist.get_rank() == 1 and step == 2:
+                    groups.close()
+                    break
+        except RuntimeError as error:
+            return str(error)
+        finally:
+            loader.close()
+        return ""
+
+    messages = run_ranks(work, 2)
+    assert messages[1] == ""
+    assert "Rank 1 stopped iterating" in messages[0]
+
+
+def test_rejected_samples_are_dropped_and_listed() -> None:
+    class Rejecting(Tokens):
+        def __getitem__(self, index: int) -> dict[str, Any] | None:
+            if index % 10 == 3:
+                return None
+            if index % 10 == 4:
+                raise odb.SkipSample(f"picture {index} is broken")
+            return super().__getitem__(index)
+
+    def work() -> tuple[list[list[int]], list[tuple[int, str]]]:
+        loader = odb.ODBDataLoader(Rejecting(100), token_budget=300, num_workers=2, max_length=95)
+        return read_groups(loader), loader.skipped
+
+    results = run_ranks(work, 2)
+    too_long = {i for i in range(100) if 10 + (i * 37) % 90 > 95}
+    kept = {i for i in range(100) if i % 10 not in (3, 4)} - too_long
+    assert sorted(i for groups, _ in results for group in groups for i in group) == sorted(kept)
+    skipped = dict(entry for _, entries in results for entry in entries)
+    assert set(skipped) == set(range(100)) - kept
+    assert skipped[14] == "picture 14 is broken"
+    assert "above `max_length`" in skipped[min(too_long)]
+
+
+@pytest.mark.parametrize("shard_stream", [True, False])
+def test_iterable_data_sets_are_divided_among_ranks_and_workers(shard_stream: bool) -> None:
+    class Stream(IterableDataset):
+        def __iter__(self) -> Iterator[dict[str, Any]]:
+            info = torch.utils.data.get_worker_info()
+            num_workers, worker = (info.num_workers, info.id) if info else (1, 0)
+            start, stride = worker, num_workers
+            if not shard_stream:
+                start, stride = worker * dist.get_world_size() + dist.get_rank(), num_workers * dist.get_world_size()
+            return (Tokens(101)[i] for i in range(start, 101, stride))
+
+    def work() -> list[list[list[int]]]:
+        loader = odb.ODBDataLoader(Stream(), token_budget=300, num_workers=2, buffer_size=16, shard_stream=shard_stream)
+        return [read_groups(loader), read_groups(loader)]
+
+    results = run_ranks(work, 2)
+    for epoch in range(2):
+        check_epoch([result[epoch] for result in results], 101)
+
+
+def failing_epoch(make_loader: Any, face: str) -> None:
+    loader = make_loader()
+    for batch in loader.groups() if face == "groups" else loader:
+        dist.all_reduce(torch.ones(1))
+        assert batch is not None
+
+
+def check_failure(outcomes: list[RankOutcome], culprit: int, words: list[str]) -> None:
+    """The culprit ends with its own error, all others with one that names it, and nobody hangs."""
+    assert not any(outcome.hung for outcome in outcomes)
+    for outcome in outcomes:
+        assert outcome.failed
+        last = outcome.traceback
+        assert (f"rank {culprit}" if outcome.rank == culprit else f"Rank {culprit} failed") in last, last
+        assert all(word in last for word in words), last
+        assert (RankFailedError.__name__ in last) == (outcome.rank != culprit)
+
+
+@pytest.mark.parametrize("face", ["groups", "batches"])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_an_exception_of_the_data_set_stops_all_ranks(face: str, num_workers: int) -> None:
+    class Broken(Tokens):
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            if index == 151:
+                raise KeyError("no such picture")
+            return super().__getitem__(index)
+
+    outcomes = run_ranks(
+        failing_epoch,
+        3,
+        lambda: odb.ODBDataLoader(Broken(300), token_budget=300, buffer_size=16, num_workers=num_workers),
+        face,
+        expect_failure=True,
+    )
+    check_failure(outcomes, 151 % 3, ["Sample 151", "no such picture", "KeyError"])
+
+
+def test_a_sample_without_length_stops_all_ranks() -> None:
+    outcomes = run_ranks(
+        failing_epoch,
+        2,
+        lambda: odb.ODBDataLoader(Tokens(90), token_budget=300, length_fn=lambda s: int(s["input_ids"][0]) - 45),
+        "groups",
+        expect_failure=True,
+    )
+    assert not any(outcome.hung for outcome in outcomes)
+    assert "Sample 0 on rank 0: The length of a sample must be at least 1, but is -45 instead." in outcomes[0].traceback
+
+
+def test_an_exception_of_collate_stops_all_ranks() -> None:
+    def collate(samples: list[dict[str, Any]]) -> dict[str, Any]:
+        if any(int(sample["input_ids"][0]) == 77 for sample in samples):
+            raise ZeroDivisionError("cannot join these")
+        return {"n": len(samples)}
+
+    outcomes = run_ranks(
+        failing_epoch,
+        2,
+        lambda: odb.ODBDataLoader(Tokens(200), token_budget=300, buffer_size=16, collate_fn=collate),
+        "batches",
+        expect_failure=True,
+    )
+    check_failure(outcomes, 77 % 2, ["`collate_fn` of samples", "77", "cannot join these", "ZeroDivisionError"])
+
+
+def test_a_batch_that_takes_no_keys_is_an_error() -> None:
+    outcomes = run_ranks(
+        failing_epoch,
+        2,
+        lambda: odb.ODBDataLoader(Tokens(200), token_budget=300, buffer_size=16, collate_fn=list),
+        "batches",
+        expect_failure=True,
+    )
+    assert all("`collate_fn` must return a dict" in outcome.traceback for outcome in outcomes)
+    assert not any(outcome.hung for outcome in outcomes)
+
+
+def test_a_killed_worker_stops_all_ranks() -> None:
+    class Killing(Tokens):
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            if index == 101:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super().__getitem__(index)
+
+    outcomes = run_ranks(
+        failing_epoch,
+        2,
+        lambda: odb.ODBDataLoader(Killing(300), token_budget=300, buffer_size=16, num_workers=1),
+        "batches",
+        expect_failure=True,
+    )
+    check_failure(outcomes, 1, ["Worker 0 ended with exit code -9 while reading sample 101"])
