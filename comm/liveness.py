@@ -1,0 +1,294 @@
+"""Who is alive: heartbeats, so that a collective that fails or hangs ends with the name of the rank to blame.
+
+While all is well a rank writes one short key a second and reads nothing. It reads the others' only after a collective
+of its own has failed, or when its training thread has said nothing for long.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import TracebackType
+
+from orch.comm.gather import RankFailedError
+from orch.comm.groups import get_rank, get_world_size
+from orch.comm.heartbeats import Beat, Board, BoardLostError
+from orch.comm.lost_peers import PeerLostError, PeerWatch, first_line, is_of_a_collective, peer_lost_error
+
+
+@dataclass(frozen=True, slots=True)
+class LivenessConfig:
+    """Limits of the heartbeat, in seconds.
+
+    Attributes:
+        interval_s: Time between two beats.
+        suspect_after_s: After a failed collective, a rank silent for this long is missing.
+        lost_after_s: Without a failed collective, a rank silent for this long is lost.
+        end_after_s: A process whose training thread makes no progress for this long after a peer was lost is ended
+            with exit code 1; None never ends it.
+
+    Raises:
+        ValueError: If a limit is not positive, or below two intervals.
+    """
+
+    interval_s: float = 1.0
+    suspect_after_s: float = 5.0
+    lost_after_s: float = 30.0
+    end_after_s: float | None = 30.0
+
+    def __post_init__(self) -> None:
+        if not self.interval_s > 0:
+            raise ValueError(f"`interval_s` must be above 0, but is {self.interval_s} instead.")
+        for name in ("suspect_after_s", "lost_after_s"):
+            if not getattr(self, name) >= 2 * self.interval_s:
+                raise ValueError(
+                    f"`{name}` must be at least two intervals ({2 * self.interval_s}), "
+                    f"but is {getattr(self, name)} instead."
+                )
+        if self.end_after_s is not None and not self.end_after_s > 0:
+            raise ValueError(f"`end_after_s` must be above 0 or None, but is {self.end_after_s} instead.")
+
+
+class Liveness:
+    """The heartbeat of this rank, and its view of the others. Made by `Liveness.start`.
+
+    Args:
+        board: Where ranks post; None for a world of one, in which nothing is ever missing.
+        rank: This rank.
+        config: Limits.
+    """
+
+    def __init__(self, board: Board | None, rank: int, config: LivenessConfig) -> None:
+        self.board, self.rank, self.config = board, rank, config
+        self._training, self._background = "starting", ""
+        self._idle, self._since = True, time.monotonic()
+        self._count = 0
+        self._failures: dict[int, str] = {}
+        self._num_failures_read = 0
+        self._victim = False
+        self._stopped = threading.Event()
+        self._pid = os.getpid()
+
+    @classmethod
+    def start(cls, config: LivenessConfig | None = None) -> Liveness:
+        """Begins to beat in a background thread, on the store of the default process group.
+
+        All ranks of the world call it. It posts uncaught exceptions of the main thread (`sys.excepthook`), and says
+        good-bye when the interpreter exits.
+        """
+        config = config or LivenessConfig()
+        num_ranks = get_world_size()
+        limit_s = max(config.suspect_after_s, 2.0)
+        liveness = cls(Board.on_default_store(num_ranks, limit_s) if num_ranks > 1 else None, get_rank(), config)
+        if liveness.board is not None:
+            liveness._begin(liveness.board)
+        return liveness
+
+    def note(self, phase: str, *, step: int | None = None, stage: str | None = None, idle: bool = False) -> None:
+        """Says what this thread does from now on; costs no communication.
+
+        The main thread is the one that trains and that must make progress; other threads are only spoken of.
+
+        Args:
+            phase: In a word or two: "gather", "encode", "exchange", "train".
+            step: The step it belongs to.
+            stage: The stage it belongs to.
+            idle: Between epochs, after training: leaving now is no failure. In another thread: it does nothing.
+        """
+        where = [f"step {step}"] if step is not None else []
+        doing = ", ".join([*where, *([f"stage {stage}"] if stage else []), phase])
+        if threading.current_thread() is threading.main_thread():
+            self._training, self._idle, self._since, self._victim = doing, idle, time.monotonic(), False
+        else:
+            self._background = "" if idle else doing
+
+    @property
+    def doing(self) -> str:
+        """What this rank does, in words."""
+        return f"{self._training}; in the background {self._background}" if self._background else self._training
+
+    @contextlib.contextmanager
+    def guard(self, phase: str, *, step: int | None = None, stage: str | None = None) -> Iterator[None]:
+        """Around a collective: notes it, and turns its failure into a `PeerLostError` (see `explain`)."""
+        self.note(phase, step=step, stage=stage)
+        try:
+            yield
+        except (RankFailedError, PeerLostError):
+            raise
+        except RuntimeError as error:
+            raise self.explain(error) from error
+
+    def missing_ranks(self, wait_s: float | None = None) -> list[int]:
+        """Ranks not heard of in `wait_s` seconds (`suspect_after_s` by default), or gone, or failed; waits that long.
+
+        Raises:
+            BoardLostError: If the store does not answer.
+        """
+        if self.board is None:
+            return []
+        watch, limit_s = self._watch_for(self.board, wait_s or self.config.suspect_after_s)
+        return sorted({*watch.missing(limit_s), *self._failures} - {self.rank})
+
+    def explain(self, error: BaseException) -> PeerLostError:
+        """Finds out who is missing after a collective failed or timed out; takes up to `suspect_after_s`.
+
+        Returns:
+            An error that names the missing ranks and says what each did last, and why it failed if it said so; or,
+            if none is missing, what each rank is doing.
+        """
+        if self.board is None:
+            return PeerLostError(self.rank, self.doing, (), f"there is no other rank: {first_line(error)}")
+        try:
+            watch, limit_s = self._watch_for(self.board, self.config.suspect_after_s)
+        except BoardLostError as lost:
+            self._victim = True
+            ranks = () if lost.host_rank is None else (lost.host_rank,)
+            return PeerLostError(self.rank, self.doing, ranks, f"{lost}\n(The collective said: {first_line(error)})")
+        explained = peer_lost_error(self.doing, error, watch, limit_s, self._failures)
+        if explained.ranks:
+            self._victim = True
+            with contextlib.suppress(BoardLostError):
+                self._post()
+        return explained
+
+    def post_failure(self, text: str) -> None:
+        """Tells the others why this rank fails; its own error is never hidden by a store that is gone."""
+        if self.board is not None:
+            with contextlib.suppress(BoardLostError):
+                self.board.post_failure(self.rank, f"in {self.doing}: {text}")
+
+    def stop(self, *, finished: bool = True) -> None:
+        """Ends the heartbeat; `finished` says that this rank ends as it should. Called at exit if not before."""
+        if self._stopped.is_set() or self.board is None or os.getpid() != self._pid:
+            return
+        self._stopped.set()
+        self._thread.join(timeout=self.board.limit_s)
+        with contextlib.suppress(BoardLostError):
+            self._post("left" if finished else "gone")
+        atexit.unregister(self._at_exit)
+        if sys.excepthook == self._on_exception:
+            sys.excepthook = self._next_hook
+
+    def _begin(self, board: Board) -> None:
+        self._post()
+        self._next_hook = sys.excepthook
+        sys.excepthook = self._on_exception
+        atexit.register(self._at_exit)
+        self._monitor = _Monitor(self, board)
+        self._thread = threading.Thread(target=self._monitor.run, name="orch-liveness", daemon=True)
+        self._thread.start()
+
+    def _at_exit(self) -> None:
+        self.stop(finished=self._idle)
+
+    def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if os.getpid() == self._pid and not self._stopped.is_set():
+            self._victim = self._victim or isinstance(error, (RankFailedError, PeerLostError))
+            if not self._victim and is_of_a_collective(error):
+                _say(f"orch: {self.explain(error)}")
+            if not self._victim:
+                self.post_failure(_in_a_line(kind, error, trace))
+        self._next_hook(kind, error, trace)
+        if self.board is not None and self.board.host_rank == self.rank:
+            time.sleep(4 * self.config.interval_s)  # The store ends with this process: let the others read why.
+
+    def _post(self, state: str = "running") -> None:
+        assert self.board is not None
+        self._count += 1
+        state = "victim" if self._victim else state
+        self.board.post(self.rank, Beat(self._count, self.doing, round(time.monotonic() - self._since, 1), state))
+
+    def _read_failures(self, board: Board) -> dict[int, str]:
+        """Failures of other ranks, by rank; the first of each counts."""
+        first = self._num_failures_read
+        failures = board.read_failures(first)
+        self._num_failures_read = max(self._num_failures_read, first + len(failures))
+        for rank, text in failures:
+            if rank != self.rank:
+                self._failures.setdefault(rank, text)
+        return self._failures
+
+    def _watch_for(self, board: Board, seconds: float) -> tuple[PeerWatch, float]:
+        """Reads all beats twice, `seconds` apart or less if a rank says that it failed; and how long silence counts."""
+        watch, deadline = PeerWatch(self.rank, board.num_ranks), time.monotonic() + seconds
+        watch.update(board.read())
+        while time.monotonic() < deadline and not self._read_failures(board):
+            time.sleep(min(self.config.interval_s, max(deadline - time.monotonic(), 0)))
+        watch.update(board.read())
+        return watch, 0.9 * seconds
+
+
+def _in_a_line(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> str:
+    frames = traceback.extract_tb(trace)
+    where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    return f"{kind.__name__}: {error}{where}"
+
+
+class _Monitor:
+    """Beats; and while the training thread is silent, looks whether a peer is lost, says so and ends the process."""
+
+    def __init__(self, liveness: Liveness, board: Board) -> None:
+        self._liveness, self._board, self._config = liveness, board, liveness.config
+        self._watch: PeerWatch | None = None
+        self._next_look = 0.0
+        self._reported: float | None = None
+
+    def run(self) -> None:
+        while not self._liveness._stopped.wait(self._config.interval_s):
+            silent_s = time.monotonic() - self._liveness._since
+            if silent_s < 2 * self._config.interval_s:
+                self._watch, self._reported = None, None
+            lost = self._beat_and_look(silent_s)
+            if lost:
+                self._report(lost)
+
+    def _beat_and_look(self, silent_s: float) -> str:
+        """Who is lost, in words; empty while nobody is known to be."""
+        try:
+            self._liveness._post()
+            if silent_s < 2 * self._config.interval_s:
+                return ""
+            if failures := self._liveness._read_failures(self._board):
+                return "\n".join(f"rank {rank} failed {text}" for rank, text in sorted(failures.items()))
+            return self._look(silent_s)
+        except BoardLostError as error:
+            limit_s = self._config.lost_after_s
+            return str(error) if silent_s >= limit_s and not self._liveness._idle else ""
+
+    def _look(self, silent_s: float) -> str:
+        limit_s = self._config.lost_after_s
+        if silent_s < limit_s / 2:
+            return ""
+        if self._watch is None:
+            self._watch = PeerWatch(self._liveness.rank, self._board.num_ranks)
+        if time.monotonic() >= self._next_look:
+            self._watch.update(self._board.read())
+            self._next_look = time.monotonic() + limit_s / 4
+        return self._watch.describe(self._watch.missing(limit_s))
+
+    def _report(self, lost: str) -> None:
+        """Says once who is lost, and ends the process if the training thread still does not go on."""
+        now, liveness, end_after_s = time.monotonic(), self._liveness, self._config.end_after_s
+        head = f"orch: rank {liveness.rank} waits in {liveness.doing} for {now - liveness._since:.0f} s"
+        if self._reported is None:
+            self._reported = now
+            limit = "" if end_after_s is None else f"\nIt ends in {end_after_s:g} s unless it goes on."
+            _say(f"{head}, but:\n{lost}{limit}")
+        elif end_after_s is not None and now - self._reported >= end_after_s:
+            _say(f"{head} and ends now, because:\n{lost}")
+            with contextlib.suppress(BoardLostError):
+                liveness._victim = True
+                liveness._post()
+            os._exit(1)
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError, ValueError):
+        print(text, file=sys.stderr, flush=True)
