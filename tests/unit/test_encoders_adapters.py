@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tiny_omni import build_thinker, tiny_thinker_config
 
-from examples.tiny_omni import build_thinker, tiny_thinker_config
 from orch.encoders import adapter_for
 from orch.encoders.registry import ADAPTER_METHODS
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_omni import build_thinker, tiny_thinker_config
 
-from examples.tiny_omni import build_thinker, tiny_thinker_config
 from orch.encoders import MropePositionIds, adapter_for
 
 TEXT = 40

@@ -4,8 +4,8 @@ import copy
 
 import pytest
 import torch
+from tiny_omni import build_thinker, tiny_thinker_config
 
-from examples.tiny_omni import build_thinker, tiny_thinker_config
 from orch.encoders import MropePositionIds, PackedCollator, PaddedCollator, adapter_for, use_packed_attention
 from orch.encoders.packing import PACKED_ATTENTION
 
