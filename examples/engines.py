@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import warnings
 from typing import Any
@@ -49,3 +50,47 @@ def wrap_zero2(model: nn.Module, optimizer: torch.optim.Optimizer, accumulate: i
     }
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)
     return engine
+
+
+class DdpEngine:
+    """DDP with an optimizer of its own; only the last micro-step of a step reduces gradients."""
+
+    def __init__(self, model: nn.Module, lr: float) -> None:
+        self.module = wrap_ddp(model)
+        self._optimizer = make_optimizer(model, lr)
+
+    def forward_backward(self, batch: dict[str, Any], is_last: bool) -> torch.Tensor:
+        """The loss of one micro-step, its gradients added up."""
+        with contextlib.nullcontext() if is_last else self.module.no_sync():
+            loss: torch.Tensor = self.module(**batch).loss
+            loss.backward()
+        return loss
+
+    def step(self) -> None:
+        """One optimizer step."""
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+
+class Zero2Engine:
+    """DeepSpeed ZeRO-2, which knows by itself (from orch) when a step ends."""
+
+    def __init__(self, model: nn.Module, lr: float, accumulate: int) -> None:
+        self.module = wrap_zero2(model, make_optimizer(model, lr), accumulate)
+
+    def forward_backward(self, batch: dict[str, Any], is_last: bool) -> torch.Tensor:
+        """The loss of one micro-step, its gradients added up."""
+        loss: torch.Tensor = self.module(**batch).loss
+        self.module.backward(loss)
+        if not is_last:
+            self.module.step()  # counts the micro-step
+        return loss
+
+    def step(self) -> None:
+        """One optimizer step."""
+        self.module.step()
+
+
+def wrap_engine(name: str, model: nn.Module, lr: float, accumulate: int) -> DdpEngine | Zero2Engine:
+    """The engine called "ddp" or "zero2" around a model."""
+    return DdpEngine(model, lr) if name == "ddp" else Zero2Engine(model, lr, accumulate)

@@ -15,6 +15,7 @@ _HOME_OF_NAME = {
     "EncoderAdapter": "orch.stages",
     "Item": "orch.stages",
     "orchestrate": "orch.orchestrator",
+    "OrchestratedLoader": "orch.orchestrator",
     "plan_step": "orch.plan",
     "StepLengths": "orch.plan",
     "ItemLengths": "orch.plan",

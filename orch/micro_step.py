@@ -53,6 +53,7 @@ class MicroStep:
         stages: What each stage does, by name.
         group: Process group for encoder outputs; None for one rank.
         exchange_method: "flat" or "all_gather".
+        samples: The numbers and strings of each sample of this rank's LLM batch ("id" and the like), without fillers.
     """
 
     step: int
@@ -63,11 +64,16 @@ class MicroStep:
     stages: Mapping[str, StageBatch]
     group: dist.ProcessGroup | None = None
     exchange_method: str = "flat"
+    samples: tuple[Mapping[str, str | float], ...] = ()
 
     @property
     def is_last(self) -> bool:
         """Whether the optimizer steps after this micro-step."""
         return self.index == self.num_micro_steps - 1
+
+    def mean_loss(self, loss: torch.Tensor) -> float:
+        """This micro-step's share of the step's mean token loss: summed over its ranks and micro-steps it is the mean."""
+        return float(loss.detach()) / (self.loss_scale * self.num_label_tokens) if self.loss_scale else 0.0
 
 
 class _ModelHooks:

@@ -84,6 +84,8 @@ class OrchestratedLoader:
 
     def _hand_over(self, ready: Ready) -> dict[str, Any]:
         """Moves the batch to the model's device, and tells DeepSpeed whether a step follows."""
+        if ready.micro_step.index == 0:
+            self.report.steps.append(ready.metrics)
         device = self.setup.device
         stages = {
             name: replace(batch, inputs=to_device(batch.inputs, device))
@@ -147,7 +149,7 @@ def orchestrate(
         accumulate=accumulate,
         topology=topology,
         max_tokens=max_tokens,
-        collate_fn=collate_fn or getattr(loader, "collate_fn", None),
+        collate_fn=collate_fn,
         exchange=exchange,
         timeout_s=timeout_s,
     )

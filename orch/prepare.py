@@ -21,6 +21,7 @@ from orch.plan import MicroStepPlan, StagePlan
 from orch.stages import EncoderAdapter, Item
 from orch.wire import decode_record
 
+Named = Mapping[str, str | float]
 Collate = Callable[[Sequence[dict[str, Any]], Mapping[str, Sequence[Sequence[Item]]]], dict[str, Any]]
 
 
@@ -32,11 +33,13 @@ class Arrived:
         samples: The samples of its LLM batch, without their items.
         parts: By stage, the LLM-side parts of each sample's items.
         items: By stage, the items that this rank encodes.
+        named: The numbers and strings of each sample, without fillers.
     """
 
     samples: list[dict[str, Any]]
     parts: dict[str, list[list[Item]]]
     items: dict[str, list[Item]]
+    named: tuple[Named, ...]
 
 
 def exchange_step_parcels(
@@ -64,9 +67,10 @@ def exchange_step_parcels(
         name: [decode_record(next(pieces)) for _ in range(int((stage.encode.rank_of_item == rank).sum()))]
         for name, stage in plan.stages.items()
     }
-    _mask_fillers([sample for sample, _ in opened], plan, rank)
-    parts = {name: [part[name] for _, part in opened] for name in names}
-    return Arrived([sample for sample, _ in opened], parts, items)
+    samples, parts = [sample for sample, _ in opened], {name: [part[name] for _, part in opened] for name in names}
+    num_real = here - _mask_fillers(samples, plan, rank)
+    named = tuple({k: v for k, v in s.items() if isinstance(v, (str, int, float))} for s in samples[:num_real])
+    return Arrived(samples, parts, items, named)
 
 
 def stage_batch(
@@ -95,12 +99,13 @@ def _all_parcels(plan: MicroStepPlan) -> Rearrangement:
     return Rearrangement(Layout(source, num_ranks), Layout(target, num_ranks))
 
 
-def _mask_fillers(samples: Sequence[dict[str, Any]], plan: MicroStepPlan, rank: int) -> None:
-    """Fillers keep the collectives aligned; they are not trained on."""
+def _mask_fillers(samples: Sequence[dict[str, Any]], plan: MicroStepPlan, rank: int) -> int:
+    """Fillers keep the collectives aligned; they are not trained on. Returns how many this rank has, at the end."""
     is_filler = np.arange(len(plan.samples)) >= len(plan.samples) - plan.num_fillers
-    for sample, filler in zip(samples, is_filler[plan.llm.rank_of_item == rank], strict=True):
-        if filler:
-            sample["labels"] = torch.full_like(torch.as_tensor(sample["labels"]), IGNORE)
+    num_fillers = int(is_filler[plan.llm.rank_of_item == rank].sum())
+    for sample in samples[len(samples) - num_fillers :]:
+        sample["labels"] = torch.full_like(torch.as_tensor(sample["labels"]), IGNORE)
+    return num_fillers
 
 
 def to_device(value: Any, device: torch.device) -> Any:

@@ -14,10 +14,10 @@ from orch.comm.topology import IntArray
 from orch.draw import DrawnSample, draw_sample, measure
 from orch.lengths import StepLengths, merge_lengths, pack_lengths
 from orch.loss import loss_scale
-from orch.metrics import step_metrics
+from orch.metrics import StepMetrics, step_metrics
 from orch.micro_step import MicroStep
 from orch.plan import MicroStepPlan, StepPlan, plan_step
-from orch.prepare import exchange_step_parcels, stage_batch
+from orch.prepare import Named, exchange_step_parcels, stage_batch
 from orch.report import Report
 from orch.setup import Setup
 
@@ -31,10 +31,12 @@ class Ready:
     Attributes:
         batch: Arguments of the model's forward.
         micro_step: What travels with them.
+        metrics: Of the whole step.
     """
 
     batch: dict[str, Any]
     micro_step: MicroStep
+    metrics: StepMetrics
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,8 +78,10 @@ class StepProducer:
             if lengths is None:
                 return
             plan = self._plan(lengths)
-            for index, micro_step in enumerate(plan.micro_steps):
-                yield self._prepare(draw.samples, lengths, micro_step, step, index)
+            metrics = step_metrics(lengths, plan, self._setup.topology, self._setup.config)
+            for index, part in enumerate(plan.micro_steps):
+                batch, micro_step = self._prepare(draw.samples, lengths, part, step, index)
+                yield Ready(batch, micro_step, metrics)
             step += 1
 
     def _draw(self) -> _Draw:
@@ -113,7 +117,6 @@ class StepProducer:
         start = time.perf_counter()
         plan = plan_step(lengths, setup.topology, setup.config)
         self._report.plan_ms.append(1e3 * (time.perf_counter() - start))
-        self._report.steps.append(step_metrics(lengths, plan, setup.topology, setup.config))
         own = np.array([plan.fingerprint()], dtype=np.int64)
         hashes = [int(v[0]) for v in gather(own, Status.OK, "", setup.integers, label="plan").values]
         differing = [rank for rank, value in enumerate(hashes) if value != hashes[0]]
@@ -123,7 +126,7 @@ class StepProducer:
 
     def _prepare(
         self, drawn: list[DrawnSample], lengths: StepLengths, plan: MicroStepPlan, step: int, index: int
-    ) -> Ready:
+    ) -> tuple[dict[str, Any], MicroStep]:
         """This rank's batch of one micro-step. A failure here is every rank's."""
         start = time.perf_counter()
         arrived = exchange_step_parcels(drawn, lengths, plan, self._setup.rank, self._setup.integers)
@@ -137,14 +140,16 @@ class StepProducer:
                 num_rows = lengths.stages[name].num_rows[stage.items]
                 stages[name] = stage_batch(stage, num_rows, arrived.items[name], parts, adapter, self._setup.rank)
                 batch |= adapter.llm_inputs([part for sample in parts for part in sample])
-            ready = Ready(batch, self._micro_step(lengths, stages, step, index))
+            ready = batch, self._micro_step(lengths, stages, arrived.named, step, index)
         except Exception as error:
             failure = error
         self._together(Status.OK if failure is None else Status.FAILED, failure, None, "prepared")
         assert ready is not None
         return ready
 
-    def _micro_step(self, lengths: StepLengths, stages: dict[str, Any], step: int, index: int) -> MicroStep:
+    def _micro_step(
+        self, lengths: StepLengths, stages: dict[str, Any], samples: tuple[Named, ...], step: int, index: int
+    ) -> MicroStep:
         setup, num_tokens = self._setup, int(lengths.num_label_tokens.sum())
         return MicroStep(
             step=step,
@@ -155,6 +160,7 @@ class StepProducer:
             stages=stages,
             group=setup.rows,
             exchange_method=setup.exchange_method,
+            samples=samples,
         )
 
     def _together(

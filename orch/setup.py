@@ -94,7 +94,7 @@ def make_setup(
     info = read_engine(engine)
     stages = stages_in(info.model)
     instrument_model(info.model)
-    backbone = importlib.import_module("orch.encoders").backbone
+    backbone = importlib.import_module("orch.encoders.backbone")
     num_ranks = get_world_size(info.group)
     topology = topology or Topology(num_ranks)
     if topology.num_ranks != num_ranks:

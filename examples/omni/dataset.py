@@ -54,7 +54,7 @@ class OmniDataset:
         """
         entry = self.entries[index]
         try:
-            return self._sample(entry)
+            return self._sample(entry) | {"id": entry.id, "row": index}
         except UnusableRecordError as error:
             place = f"{entry.id} ({Path(entry.source).name}, row {entry.row})"
             if self._strict:

@@ -75,7 +75,8 @@ class GeneratedDataset:
             raise IndexError(f"`index` must be below {len(self)}, but is {index} instead.")
         rng = np.random.default_rng((self._mix.seed, index))
         turns, media = draw_conversation(rng, self._mix)
-        return make_sample(turns, media, self._tokenizer, self._preprocessing)
+        sample = make_sample(turns, media, self._tokenizer, self._preprocessing)
+        return sample | {"id": f"generated-{index}", "row": index}
 
 
 def draw_conversation(rng: np.random.Generator, mix: Mix) -> tuple[list[Turn], Media]:

@@ -1,0 +1,81 @@
+"""What the examples print: a progress bar while they train, and tables at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+
+from orch.report import Report
+
+
+class ProgressBar:
+    """Steps, loss, tokens per second and each stage's imbalance before -> after; on rank 0 alone.
+
+    Args:
+        num_steps: Steps of the run, if it was limited.
+        estimate: Steps that the data are estimated to last.
+    """
+
+    def __init__(self, num_steps: int | None, estimate: int) -> None:
+        self._bar = tqdm(total=num_steps or estimate, disable=dist.get_rank() != 0, unit="step", dynamic_ncols=True)
+
+    def __enter__(self) -> ProgressBar:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+
+    def advance(self, loss: float, tokens_per_s: float, report: Report) -> None:
+        """Shows one more step; tokens per second are this rank's."""
+        stages = " ".join(
+            f"{name} {stage.imbalance_before:.2f}->{stage.imbalance_after:.2f}" for name, stage in report.steps[-1].stages.items()
+        )
+        self._bar.total = max(self._bar.total, self._bar.n + 1)
+        self._bar.set_postfix_str(f"loss {loss:.3f} {tokens_per_s * dist.get_world_size():,.0f} tok/s {stages}")
+        self._bar.update()
+
+
+def print_tables(report: Mapping[str, Any]) -> None:
+    """Prints a run's figures: per stage, then the rest."""
+    console = Console(width=140)
+    table = Table(title="Stages: imbalance is the largest load of a rank over the mean")
+    columns = ("stage", "items", "before", "after", "least possible", "largest batch", "MB intra-node", "MB inter-node")
+    for column in columns:
+        table.add_column(column, justify="left" if column == "stage" else "right")
+    for name, stage in report["stages"].items():
+        table.add_row(
+            name,
+            f"{stage['num_items']:,}",
+            *(_mean_and_worst(stage[key]) for key in ("imbalance_before", "imbalance_after", "bound")),
+            f"{stage['largest_batch_before']:,} -> {stage['largest_batch_after']:,}",
+            *(f"{stage['bytes'][where] / 1e6:,.1f}" for where in ("intra_node", "inter_node")),
+        )
+    console.print(table)
+    rest = Table(title="Time, mean (worst)", show_header=False)
+    for label, key in _TIMES.items():
+        rest.add_row(label, f"{report[key]['mean']:,.1f} ({report[key]['max']:,.1f}) ms")
+    console.print(rest)
+    if report["loss"]:
+        console.print(f"loss {report['loss'][0]:.4f} -> {report['loss'][-1]:.4f} in {len(report['loss'])} steps")
+    console.print(
+        f"{report['samples_trained']:,} samples trained, {report['samples_unique']:,} of them different, "
+        f"{report['samples_skipped']:,} skipped; {report['tokens_per_s']:,.0f} tokens/s"
+    )
+
+
+_TIMES = {
+    "optimizer step": "step_ms",
+    "planning": "plan_ms",
+    "gathering lengths": "gather_ms",
+    "moving raw items": "exchange_ms",
+    "training waited for data or plan": "wait_ms",
+}
+
+
+def _mean_and_worst(figures: Mapping[str, float]) -> str:
+    return f"{figures['mean']:.3f} ({figures['max']:.3f})"
