@@ -30,7 +30,9 @@ class PackedCollator:
 
     position_ids: PositionIds = text_position_ids
 
-    def __call__(self, samples: Sequence[Mapping[str, Any]], parts: Mapping[str, Sequence[Sequence[Item]]]) -> Any:
+    def __call__(
+        self, samples: Sequence[Mapping[str, Any]], parts: Mapping[str, Sequence[Sequence[Item]]]
+    ) -> dict[str, Any]:
         """Packs.
 
         Args:
@@ -76,7 +78,9 @@ class PaddedCollator:
     pad_token_id: int
     position_ids: PositionIds = text_position_ids
 
-    def __call__(self, samples: Sequence[Mapping[str, Any]], parts: Mapping[str, Sequence[Sequence[Item]]]) -> Any:
+    def __call__(
+        self, samples: Sequence[Mapping[str, Any]], parts: Mapping[str, Sequence[Sequence[Item]]]
+    ) -> dict[str, Any]:
         """Pads.
 
         Args:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from orch.odb.errors import SkipSample
@@ -71,8 +70,3 @@ class OmniDataset:
             videos=[load_video(path, grid) for path in entry.media["video"]],
         )
         return make_sample(entry.turns, media, self._tokenizer, self._preprocessing)
-
-
-def write_records(path: Path | str, records: list[dict[str, object]]) -> None:
-    """Writes a JSONL file, one record a line."""
-    Path(path).write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records), "utf-8")

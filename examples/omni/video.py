@@ -29,7 +29,7 @@ def load_video(path: Path | str, grid: PatchGrid) -> tuple[Pixels, float]:
         UnusableRecordError: If PyAV is missing, there is no such file, or no frame can be decoded.
     """
     try:
-        import av
+        import av  # type: ignore[import-not-found]
     except ImportError:
         raise UnusableRecordError("videos need PyAV (`pip install av`), which is not installed") from None
     if not Path(path).is_file():

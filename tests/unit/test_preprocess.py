@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 
@@ -9,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from omni.audio import load_audio, log_mel, num_frames, windows
-from omni.dataset import OmniDataset, write_records
+from omni.dataset import OmniDataset
 from omni.images import PatchGrid, image_patches, load_image, resize, to_rgb, video_patches
 from omni.preprocess import Media, Preprocessing, make_sample, num_audio_tokens
 from omni.records import Turn, UnusableRecordError
@@ -237,10 +238,8 @@ def test_stereo_at_another_rate_becomes_mono_at_16_khz(tmp_path):
 def test_the_dataset_skips_with_the_reason_or_stops(tmp_path):
     talk = [{"role": "user", "content": "<image>q"}, {"role": "assistant", "content": "a"}]
     picture(60, 60).save(tmp_path / "a.png")
-    write_records(
-        tmp_path / "r.jsonl",
-        [{"id": "x", "messages": talk, "images": ["a.png"]}, {"id": "y", "messages": talk, "images": ["b.png"]}],
-    )
+    records = [{"id": "x", "messages": talk, "images": ["a.png"]}, {"id": "y", "messages": talk, "images": ["b.png"]}]
+    (tmp_path / "r.jsonl").write_text("\n".join(map(json.dumps, records)))
     dataset = OmniDataset(tmp_path / "r.jsonl", TOKENIZER, Preprocessing())
     assert len(dataset) == 2
     assert set(dataset[0]) == {"input_ids", "labels", "pixel_values", "image_grid_thw"}
