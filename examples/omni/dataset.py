@@ -45,7 +45,7 @@ class OmniDataset:
         return len(self.entries)
 
     def __getitem__(self, index: int) -> Sample:
-        """The sample of a row.
+        """The sample of a row, with its `id` for messages and its index as `row`.
 
         Raises:
             SkipSample: If the row cannot be used, with its id, place and reason.

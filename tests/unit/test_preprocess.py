@@ -242,7 +242,8 @@ def test_the_dataset_skips_with_the_reason_or_stops(tmp_path):
     (tmp_path / "r.jsonl").write_text("\n".join(map(json.dumps, records)))
     dataset = OmniDataset(tmp_path / "r.jsonl", TOKENIZER, Preprocessing())
     assert len(dataset) == 2
-    assert set(dataset[0]) == {"input_ids", "labels", "pixel_values", "image_grid_thw"}
+    assert set(dataset[0]) == {"id", "row", "input_ids", "labels", "pixel_values", "image_grid_thw"}
+    assert (dataset[0]["id"], dataset[0]["row"]) == ("x", 0)
     with pytest.raises(SkipSample, match=r"y \(r\.jsonl, row 2\): the file .*b\.png does not exist"):
         dataset[1]
     strict = OmniDataset(tmp_path / "r.jsonl", TOKENIZER, Preprocessing(), strict=True)
