@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ from torch import nn
 
 from orch.comm.all_to_all import exchange_many
 from orch.comm.layout import Exchange
+from orch.comm.liveness import Liveness
 from orch.loss import token_loss_sum
 from orch.stages import Item, Stage, stages_in
 
@@ -53,6 +55,7 @@ class MicroStep:
         stages: What each stage does, by name.
         group: Process group for encoder outputs; None for one rank.
         exchange_method: "flat" or "all_gather".
+        liveness: Names the rank to blame when an exchange fails.
         samples: The numbers and strings of each sample of this rank's LLM batch ("id" and the like), without fillers.
     """
 
@@ -64,6 +67,7 @@ class MicroStep:
     stages: Mapping[str, StageBatch]
     group: dist.ProcessGroup | None = None
     exchange_method: str = "flat"
+    liveness: Liveness | None = None
     samples: tuple[Mapping[str, str | float], ...] = ()
 
     @property
@@ -71,8 +75,14 @@ class MicroStep:
         """Whether the optimizer steps after this micro-step."""
         return self.index == self.num_micro_steps - 1
 
+    def guard(self, phase: str, stage: str) -> contextlib.AbstractContextManager[None]:
+        """Around what may fail because of another rank."""
+        if self.liveness is None:
+            return contextlib.nullcontext()
+        return self.liveness.guard(phase, step=self.step, stage=stage)
+
     def mean_loss(self, loss: torch.Tensor) -> float:
-        """This micro-step's share of the step's mean token loss: summed over its ranks and micro-steps it is the mean."""
+        """This micro-step's share of the step's mean token loss, which is the sum over its ranks and micro-steps."""
         return float(loss.detach()) / (self.loss_scale * self.num_label_tokens) if self.loss_scale else 0.0
 
 
@@ -91,7 +101,8 @@ class _ModelHooks:
             return args, kwargs
         if list(micro_step.stages) != list(self.stages):
             raise ValueError(
-                f"`batch` must be planned for the stages {list(self.stages)}, but is for {list(micro_step.stages)} instead."
+                f"`batch` must be planned for the stages {list(self.stages)}, "
+                f"but is for {list(micro_step.stages)} instead."
             )
         self._micro_step, self._labels = micro_step, kwargs.pop("labels", None)
         for name, batch in micro_step.stages.items():
@@ -102,7 +113,7 @@ class _ModelHooks:
         return args, kwargs
 
     def after_embedding(self, module: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> Any:
-        """Ties rows that this rank's LLM batch has no use for into the graph, so that backward exchanges run here too."""
+        """Ties rows that this rank has no use for into the graph, so that backward exchanges run here too."""
         if not self._unused:
             return None
         unused, self._unused = self._unused, []
@@ -134,7 +145,8 @@ def run_stage(stage: Stage, batch: StageBatch, micro_step: MicroStep) -> tuple[t
         index = torch.from_numpy(batch.exchange.send_index[batch.exchange.recv_index]).to(rows[0].device)
         return tuple(tensor.index_select(0, index) for tensor in rows)
     method = micro_step.exchange_method
-    return tuple(exchange_many(rows, batch.exchange, micro_step.group, method=method, label=stage.name))
+    with micro_step.guard("exchange rows", stage.name):
+        return tuple(exchange_many(rows, batch.exchange, micro_step.group, method=method, label=stage.name))
 
 
 def instrument_model(model: nn.Module) -> None:

@@ -60,6 +60,7 @@ class OrchestratedLoader:
                 yield self._hand_over(ready)
         finally:
             self._closing = True
+            self.setup.liveness.note("end of an epoch", idle=True)
             ahead.close(self._timeout_s)
 
     def __len__(self) -> int:
@@ -77,6 +78,7 @@ class OrchestratedLoader:
         return self.micro_step is None or self.micro_step.is_last
 
     def _next(self, ahead: Prefetcher[Ready]) -> Ready | None:
+        self.setup.liveness.note("wait for a batch")
         start = time.perf_counter()
         ready = ahead.next()
         self.report.wait_ms.append(1e3 * (time.perf_counter() - start))
@@ -87,6 +89,7 @@ class OrchestratedLoader:
         if ready.micro_step.index == 0:
             self.report.steps.append(ready.metrics)
         device = self.setup.device
+        self.setup.liveness.note("train", step=ready.micro_step.step)
         stages = {
             name: replace(batch, inputs=to_device(batch.inputs, device))
             for name, batch in ready.micro_step.stages.items()

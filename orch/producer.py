@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from orch.comm.gather import Status, gather, gather_status
+from orch.comm.gather import RankFailedError, Status, gather
 from orch.comm.topology import IntArray
 from orch.draw import DrawnSample, draw_sample, measure
 from orch.lengths import StepLengths, merge_lengths, pack_lengths
@@ -73,11 +73,12 @@ class StepProducer:
         step = 0
         while True:
             closing = self._is_closing()
+            self._setup.liveness.note("draw", step=step)
             draw = _Draw([], measure([], self._names)) if closing else self._draw()
             lengths = self._gather_lengths(draw, closing, step)
             if lengths is None:
                 return
-            plan = self._plan(lengths)
+            plan = self._plan(lengths, step)
             metrics = step_metrics(lengths, plan, self._setup.topology, self._setup.config)
             for index, part in enumerate(plan.micro_steps):
                 batch, micro_step = self._prepare(draw.samples, lengths, part, step, index)
@@ -99,7 +100,7 @@ class StepProducer:
         """Everyone's lengths; None once no rank has a sample left, or once one has stopped."""
         start = time.perf_counter()
         vector = np.concatenate([np.array([self._agreed, closing], dtype=np.int64), pack_lengths(draw.lengths)])
-        vectors = self._together(draw.status, draw.error, vector, "lengths")
+        vectors = self._together(draw.status, draw.error, vector, "lengths", step)
         self._report.gather_ms.append(1e3 * (time.perf_counter() - start))
         self._check_setups([int(v[0]) for v in vectors])
         stopped = [rank for rank, v in enumerate(vectors) if v[1]]
@@ -111,14 +112,14 @@ class StepProducer:
         lengths = merge_lengths([v[2:] for v in vectors], self._names)
         return lengths if lengths.num_samples and not stopped else None
 
-    def _plan(self, lengths: StepLengths) -> StepPlan:
+    def _plan(self, lengths: StepLengths, step: int) -> StepPlan:
         """The plan of the step; the same on every rank, which is checked before data moves."""
         setup = self._setup
         start = time.perf_counter()
         plan = plan_step(lengths, setup.topology, setup.config)
         self._report.plan_ms.append(1e3 * (time.perf_counter() - start))
         own = np.array([plan.fingerprint()], dtype=np.int64)
-        hashes = [int(v[0]) for v in gather(own, Status.OK, "", setup.integers, label="plan").values]
+        hashes = [int(v[0]) for v in self._together(Status.OK, None, own, "plan", step)]
         differing = [rank for rank, value in enumerate(hashes) if value != hashes[0]]
         if differing:
             raise RuntimeError(f"Ranks {differing} computed another plan than rank 0 from the same lengths.")
@@ -129,7 +130,8 @@ class StepProducer:
     ) -> tuple[dict[str, Any], MicroStep]:
         """This rank's batch of one micro-step. A failure here is every rank's."""
         start = time.perf_counter()
-        arrived = exchange_step_parcels(drawn, lengths, plan, self._setup.rank, self._setup.integers)
+        with self._setup.liveness.guard("exchange raw items", step=step):
+            arrived = exchange_step_parcels(drawn, lengths, plan, self._setup.rank, self._setup.integers)
         self._report.exchange_ms.append(1e3 * (time.perf_counter() - start))
         ready, failure = None, None
         try:
@@ -143,7 +145,9 @@ class StepProducer:
             ready = batch, self._micro_step(lengths, stages, arrived.named, step, index)
         except Exception as error:
             failure = error
-        self._together(Status.OK if failure is None else Status.FAILED, failure, None, "prepared")
+        self._together(
+            Status.OK if failure is None else Status.FAILED, failure, np.empty(0, np.int64), "prepared", step
+        )
         assert ready is not None
         return ready
 
@@ -161,19 +165,18 @@ class StepProducer:
             group=setup.rows,
             exchange_method=setup.exchange_method,
             samples=samples,
+            liveness=setup.liveness,
         )
 
     def _together(
-        self, status: Status, error: BaseException | None, values: IntArray | None, label: str
+        self, status: Status, error: BaseException | None, values: IntArray, label: str, step: int
     ) -> list[IntArray]:
-        """Goes on only if every rank does; where one failed, all raise, that one from its own error."""
+        """Goes on only if every rank does; where one failed all raise, and that one from its own error."""
         message = "" if error is None else f"{type(error).__name__}: {error}"
         try:
-            if values is None:
-                gather_status(status, message, self._setup.integers, label=label)
-                return []
-            return gather(values, status, message, self._setup.integers, label=label).values
-        except Exception as failed:
+            with self._setup.liveness.guard(f"gather {label}", step=step):
+                return gather(values, status, message, self._setup.integers, label=label).values
+        except RankFailedError as failed:
             raise failed from error
 
     def _check_setups(self, fingerprints: list[int]) -> None:

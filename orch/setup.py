@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,7 @@ from torch import nn
 
 from orch import __version__
 from orch.comm.groups import get_rank, get_world_size, new_cpu_group
+from orch.comm.liveness import Liveness, LivenessConfig
 from orch.comm.topology import Topology
 from orch.config import BalanceConfig, StageConfig
 from orch.cost import CostModel, PackedCost, PaddedCost
@@ -43,6 +45,7 @@ class Setup:
         rows: Group for encoder outputs; the training thread's own.
         exchange_method: "flat" or "all_gather".
         device: Where the model is.
+        liveness: This rank's heartbeat and its view of the others.
     """
 
     engine: EngineInfo
@@ -57,6 +60,7 @@ class Setup:
     rows: dist.ProcessGroup | None
     exchange_method: str
     device: torch.device
+    liveness: Liveness
 
     @property
     def adapters(self) -> dict[str, EncoderAdapter]:
@@ -112,7 +116,15 @@ def make_setup(
         rows=_rows_group(info.group, timeout_s),
         exchange_method=exchange,
         device=next(info.model.parameters()).device,
+        liveness=_heartbeat(timeout_s),
     )
+
+
+@functools.cache
+def _heartbeat(timeout_s: float) -> Liveness:
+    """One heartbeat for each process, whatever the number of loaders."""
+    silent_s = min(30.0, timeout_s)
+    return Liveness.start(LivenessConfig(suspect_after_s=min(5.0, silent_s), lost_after_s=silent_s))
 
 
 def _accumulate(info: EngineInfo, accumulate: int | None) -> int:
