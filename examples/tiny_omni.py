@@ -1,4 +1,4 @@
-"""A tiny Qwen2.5-Omni Thinker with random weights: its own vision tower, audio tower and LLM, 1.7 M parameters."""
+"""A tiny Qwen2.5-Omni Thinker with random weights: its own vision tower, audio tower and LLM, 1.8 M parameters."""
 
 from __future__ import annotations
 
