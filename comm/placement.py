@@ -20,7 +20,7 @@ from scipy.sparse import csr_array
 from orch.comm.topology import IntArray, Topology
 
 METHODS = ("auto", "ilp", "assignment", "identity")
-MAX_RANKS_FOR_ILP = 32
+MAX_RANKS_FOR_ILP = 16
 
 
 def place_batches(
@@ -150,7 +150,7 @@ def _place_inside_nodes(traffic: Traffic, node_of_batch: IntArray) -> IntArray:
     for ranks, batches in zip(
         np.split(np.arange(len(node_of_rank)), ends[:-1]), np.split(batches_by_node, ends[:-1]), strict=True
     ):
-        stays = traffic.pairs[ranks][:, batches].toarray()
+        stays = traffic.pairs[ranks[0] : ranks[-1] + 1].toarray()[:, batches]
         rows, columns = linear_sum_assignment(stays, maximize=True)
         rank_of_batch[batches[columns]] = ranks[rows]
     return rank_of_batch

@@ -15,7 +15,7 @@ from orch.comm.topology import IntArray
 
 _MAX_ROUNDS = 2000
 _MAX_SWAPS = 200
-_REWEIGHTED_RANKS = 1024
+_REWEIGHTED_RANKS = 512
 _MAX_REWEIGHTINGS = 12
 _SHARPNESS = 4.0
 _FIXED_POINT = 64
@@ -26,7 +26,7 @@ def search_nodes(traffic: Traffic) -> Iterator[IntArray]:
 
     After the first, bytes of the ranks and batches that had much to send or receive so far weigh more in the assignment
     (multiplicative weights on the constraints of the min-max program; Arora, Hazan, Kale 2012). Measured on LPT's
-    batches: the best is within 1 % of the proven optimum at 64 ranks, where the first alone is within 10 %.
+    batches at 64 ranks: the best is 0.6 % above the proven optimum, the first alone 5 %.
 
     Yields:
         node_of_batch: int64[num_ranks].
@@ -135,55 +135,73 @@ class _SwapSearch:
         self.traffic, self.node_of_batch = traffic, node_of_batch.copy()
         self._by_source, self._by_batch = traffic.pairs, traffic.pairs.tocsc()
         topology = traffic.topology
+        # Ranks of a partly filled last node are made up to a full one; those send nothing.
         self._ranks_of_node = np.arange(topology.num_nodes * topology.node_size).reshape(topology.num_nodes, -1)
         self._num_ranks, self._padding = topology.num_ranks, self._ranks_of_node.size - topology.num_ranks
         self._sent = self._padded(traffic.sent(node_of_batch))
         self._received = traffic.received(node_of_batch)
-        self._local = np.stack(
-            [self._column(batch)[self._ranks(node_of_batch[batch])] for batch in range(self._num_ranks)]
-        )
+        self._local = self._bytes_in_own_node()
 
     def swap_once(self) -> bool:
         """Makes the best swap that takes load off the busiest rank; False if there is none."""
         receiver, sender = int(self._received.argmax()), int(self._sent.argmax())
         worst = max(self._received[receiver], self._sent[sender])
         if self._received[receiver] == worst:
-            moved = [receiver]
+            moved, partners = [receiver], self._partners_of_receiver(receiver)
         else:
-            moved = np.flatnonzero(self.node_of_batch == sender // self._ranks_of_node.shape[1]).tolist()
-        outcomes = [self._outcomes(batch) for batch in moved]
-        best = int(np.argmin([outcome.min() for outcome in outcomes]))
-        partner = int(outcomes[best].argmin())
-        if outcomes[best][partner] >= worst:
+            moved, partners = self._batches_of(sender), self._partners_of_sender(sender)
+        if not len(partners):
             return False
-        self._swap(moved[best], partner)
+        outcomes = np.stack([self._outcomes(batch, partners) for batch in moved])
+        one, other = np.unravel_index(outcomes.argmin(), outcomes.shape)
+        if outcomes[one, other] >= worst:
+            return False
+        self._swap(moved[one], int(partners[other]))
         return True
 
-    def _outcomes(self, batch: int) -> IntArray:
-        """Largest volume of all whom a swap of `batch` with each other batch would touch: int64[num_ranks]."""
-        home, nodes = self.node_of_batch[batch], self.node_of_batch
-        traffic, mine, column = self.traffic, self._ranks(self.node_of_batch[batch]), self._column(batch)
+    def _batches_of(self, rank: int) -> list[int]:
+        """Batches on the node of a rank."""
+        return np.flatnonzero(self.node_of_batch == rank // self._ranks_of_node.shape[1]).tolist()
+
+    def _partners_of_receiver(self, batch: int) -> IntArray:
+        """Batches on nodes where more of `batch` lies than on its own."""
+        held = self.traffic.from_node[batch]
+        return np.flatnonzero(held[self.node_of_batch] > held[self.node_of_batch[batch]])
+
+    def _partners_of_sender(self, rank: int) -> IntArray:
+        """Batches on other nodes that have bytes on `rank`."""
+        held = np.sort(self._by_source.indices[slice(*self._by_source.indptr[rank : rank + 2])])
+        return held[self.node_of_batch[held] != rank // self._ranks_of_node.shape[1]].astype(np.int64)
+
+    def _outcomes(self, batch: int, partners: IntArray) -> IntArray:
+        """Largest volume of all whom a swap of `batch` with each partner would touch: int64[len(partners)]."""
+        traffic, home, nodes = self.traffic, self.node_of_batch[batch], self.node_of_batch[partners]
+        mine, theirs, column = self._ranks_of_node[home], self._ranks_of_node[nodes], self._column(batch)
         received = np.maximum(
-            traffic.of_batch[batch] - traffic.from_node[batch, nodes], traffic.of_batch - traffic.from_node[:, home]
+            traffic.of_batch[batch] - traffic.from_node[batch, nodes],
+            traffic.of_batch[partners] - traffic.from_node[partners, home],
         )
-        here = (self._sent[mine] + column[mine])[:, None] - self._rows(mine)
-        there = self._sent[self._ranks_of_node[nodes]] + self._local - column[self._ranks_of_node[nodes]]
-        outcome = np.maximum(received, np.maximum(here.max(axis=0), there.max(axis=1)))
-        outcome[nodes == home] = np.iinfo(np.int64).max
-        return outcome
+        here = (self._sent[mine] + column[mine])[:, None] - self._rows(mine)[:, partners]
+        there = self._sent[theirs] + self._local[partners] - column[theirs]
+        return np.maximum(received, np.maximum(here.max(axis=0), there.max(axis=1)))
 
     def _swap(self, one: int, other: int) -> None:
         nodes = self.node_of_batch
         nodes[one], nodes[other] = nodes[other], nodes[one]
         for batch, gone in ((one, other), (other, one)):
-            ranks, column = self._ranks(nodes[batch]), self._column(batch)
+            ranks, column = self._ranks_of_node[nodes[batch]], self._column(batch)
             self._sent[ranks] += self._column(gone)[ranks] - column[ranks]
             self._local[batch] = column[ranks]
             self._received[batch] = self.traffic.of_batch[batch] - self.traffic.from_node[batch, nodes[batch]]
 
-    def _ranks(self, node: int) -> IntArray:
-        """Ranks of a node; those of a partly filled last node are made up, and send nothing."""
-        return self._ranks_of_node[node]
+    def _bytes_in_own_node(self) -> IntArray:
+        """Bytes of each batch on each rank of the node that it is on: int64[num_ranks, node size]."""
+        pairs, node_size = self.traffic.pairs.tocoo(), self._ranks_of_node.shape[1]
+        source, batch = pairs.coords
+        stays = source // node_size == self.node_of_batch[batch]
+        local = np.zeros((self._num_ranks, node_size), dtype=np.int64)
+        local[batch[stays], source[stays] % node_size] = pairs.data[stays]
+        return local
 
     def _padded(self, values: IntArray) -> IntArray:
         return np.concatenate([values, np.zeros(self._padding, dtype=np.int64)])
