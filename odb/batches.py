@@ -9,30 +9,46 @@ from typing import Any
 import numpy as np
 import torch
 
-from orch.odb.alignment import RankReport
+from orch.comm.topology import IntArray
 from orch.odb.errors import SampleFailure
 from orch.odb.feed import Entry, SampleError
 from orch.odb.packing import pack_samples
 from orch.odb.peers import Peers
 from orch.odb.rounds import MicroStep
+from orch.odb.state import RoundRecord
 from orch.odb.step_info import LossScaling, in_steps, put_step_info, step_infos
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Delivery:
+    """What the training loop takes, and where the epoch stands then.
+
+    Attributes:
+        item: A batch, or the samples of a group.
+        record: The round that it belongs to,
+        place: and its place there.
+    """
+
+    item: Any
+    record: RoundRecord
+    place: int
 
 
 @dataclass(slots=True)
 class SampleBuilder:
     """Hands out the samples of a group as they are; [] for IDLE."""
 
-    def prepare(self, entries: Sequence[Entry], reports: Sequence[RankReport], peers: Peers) -> None:
+    def prepare(self, entries: Sequence[Entry], num_samples: IntArray, peers: Peers) -> None:
         """Nothing to prepare."""
 
     def build(self, group: list[Entry]) -> list[Any]:
         """The samples."""
         return [entry.sample() for entry in group]
 
-    def deliver(self, rounds: Iterator[list[MicroStep]]) -> Iterator[list[Any]]:
+    def deliver(self, rounds: Iterator[list[MicroStep]]) -> Iterator[list[Delivery]]:
         """The micro-steps of each round."""
         for micro_steps in rounds:
-            yield [micro_step.batch for micro_step in micro_steps]
+            yield [Delivery(step.batch, step.record, step.place) for step in micro_steps]
 
 
 @dataclass(slots=True)
@@ -56,11 +72,11 @@ class BatchBuilder:
     spare: Entry | None = None
     _is_prepared: bool = field(default=False)
 
-    def prepare(self, entries: Sequence[Entry], reports: Sequence[RankReport], peers: Peers) -> None:
+    def prepare(self, entries: Sequence[Entry], num_samples: IntArray, peers: Peers) -> None:
         """Notes the smallest sample; in the first round, a rank that will never have one is lent one."""
         self.spare = min([*entries, *([self.spare] if self.spare else [])], key=_spare_order, default=None)
-        if not self._is_prepared and any(not report.num_buffered for report in reports):
-            self._lend(reports, peers)
+        if not self._is_prepared and not num_samples.all():
+            self._lend(int(num_samples.argmax()), peers)
         self._is_prepared = True
 
     def build(self, group: list[Entry]) -> Any:
@@ -83,17 +99,17 @@ class BatchBuilder:
             raise SampleError(SampleFailure.of(f"`collate_fn` of samples {indices}", error)) from error
         return torch.utils.data._utils.pin_memory.pin_memory(batch) if self.pins else batch
 
-    def deliver(self, rounds: Iterator[list[MicroStep]]) -> Iterator[list[Any]]:
+    def deliver(self, rounds: Iterator[list[MicroStep]]) -> Iterator[list[Delivery]]:
         """Batches with their info; those of an optimizer step come together, once all of it is known."""
         if self.accumulation_steps == 1:
             for micro_steps in rounds:
-                yield [batch for micro_step in micro_steps for batch in self._with_infos([micro_step])]
+                yield [delivery for micro_step in micro_steps for delivery in self._with_infos([micro_step])]
             return
         stream = (micro_step for micro_steps in rounds for micro_step in micro_steps)
         for step in in_steps(stream, self.accumulation_steps):
             yield self._with_infos(step)
 
-    def _with_infos(self, step: list[MicroStep]) -> list[Any]:
+    def _with_infos(self, step: list[MicroStep]) -> list[Delivery]:
         infos = step_infos(
             [micro_step.local for micro_step in step],
             [micro_step.total for micro_step in step],
@@ -102,11 +118,10 @@ class BatchBuilder:
         )
         for micro_step, info in zip(step, infos, strict=True):
             put_step_info(micro_step.batch, info)
-        return [micro_step.batch for micro_step in step]
+        return [Delivery(micro_step.batch, micro_step.record, micro_step.place) for micro_step in step]
 
-    def _lend(self, reports: Sequence[RankReport], peers: Peers) -> None:
-        """The first rank that has samples sends its smallest to all."""
-        lender = next(rank for rank, report in enumerate(reports) if report.num_buffered)
+    def _lend(self, lender: int, peers: Peers) -> None:
+        """One rank sends its smallest sample to all."""
         words = np.empty(0, dtype=np.int64)
         if peers.rank == lender and self.spare is not None:
             packed, _ = pack_samples([self.spare.sample()])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import deque
 from collections.abc import Iterator, Sized
@@ -9,14 +10,14 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import numpy as np
-import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 from torch.utils.data._utils import signal_handling
 
 from orch.comm.topology import IntArray
 from orch.odb.errors import SampleFailure
 from orch.odb.packing import unpack_sample
 from orch.odb.sampling import GivenOrder, ShardedOrder
+from orch.odb.state import RoundRecord
 from orch.odb.worker import Chunk, ChunkDataset, ChunkStream, Measuring, Progress
 
 CHUNKS_AHEAD = 8
@@ -36,6 +37,7 @@ class Entry:
         num_bytes: Its size.
         data: Its bytes (uint8), or the sample itself if it is not packed.
         is_packed: Which of the two.
+        first_round: The first round of the epoch for which it was there.
     """
 
     ordinal: int
@@ -45,6 +47,7 @@ class Entry:
     num_bytes: int
     data: Any
     is_packed: bool
+    first_round: int = 0
 
     def sample(self) -> Any:
         """The sample; each call makes a new dict over the same storage."""
@@ -65,17 +68,13 @@ class ChunkSampler:
 
     Attributes:
         order: The order of the samples.
-        epoch: Which epoch comes next.
-        first: Indices that come before all others, at a resume.
-        num_skipped: How many of the order's indices are left out, at a resume.
+        begin: Which epoch comes next, and what of it is to be read again or left out.
         chunk_size: Indices in a chunk; may change at any time, since nothing depends on where chunks end.
         awaited: The chunks under way, oldest first.
     """
 
     order: ShardedOrder | GivenOrder
-    epoch: int = 0
-    first: list[Any] = field(default_factory=list)
-    num_skipped: int = 0
+    begin: RoundRecord = field(default_factory=lambda: RoundRecord(0))
     chunk_size: int = FIRST_CHUNK_SIZE
     awaited: deque[list[Any]] = field(default_factory=deque)
 
@@ -93,10 +92,8 @@ class ChunkSampler:
             yield chunk
 
     def _indices(self) -> Iterator[Any]:
-        yield from self.first
-        for place, index in enumerate(self.order.indices(self.epoch)):
-            if place >= self.num_skipped:
-                yield index
+        yield from self.begin.indices
+        yield from itertools.islice(self.order.indices(self.begin.epoch), self.begin.num_consumed, None)
 
     def __len__(self) -> int:
         return math.ceil(len(self.order) / self.chunk_size)
@@ -113,8 +110,9 @@ class Feed:
         dataset: Map-style or iterable.
         order: The order of a map-style data set; None for an iterable one.
         measuring: How samples are measured.
-        num_ahead: Samples to read ahead.
-        max_bytes: Size to read ahead at most, as far as the sizes seen so far tell.
+        num_ahead: Samples to read ahead, at least,
+        tokens_ahead: and at least so many tokens,
+        max_bytes: but not more bytes than this, as far as the samples seen so far tell.
         rank: This rank, for an iterable data set.
         num_ranks: Ranks that share an iterable data set.
         shards_stream: Whether an iterable data set is divided among ranks and workers here.
@@ -128,6 +126,7 @@ class Feed:
         measuring: Measuring,
         *,
         num_ahead: int,
+        tokens_ahead: int,
         max_bytes: int,
         rank: int,
         num_ranks: int,
@@ -138,7 +137,7 @@ class Feed:
         if num_workers:
             dataloader_kwargs["prefetch_factor"] = CHUNKS_AHEAD
         self.num_chunks_ahead, self.max_bytes = CHUNKS_AHEAD * max(1, num_workers), max_bytes
-        self.num_ahead = num_ahead
+        self.num_ahead, self.tokens_ahead = num_ahead, tokens_ahead
         self.sampler = ChunkSampler(order) if order is not None else None
         self.progress = Progress(num_workers)
         self.source: ChunkDataset | ChunkStream = ChunkDataset(dataset, measuring, self.progress)
@@ -148,21 +147,15 @@ class Feed:
             self.source, batch_size=None, sampler=self.sampler, collate_fn=_as_it_is, **dataloader_kwargs
         )
 
-    def start(self, epoch: int, *, first: list[Any] | None = None, num_skipped: int = 0) -> FeedRun:
-        """Starts the workers of an epoch, in the calling thread.
-
-        Args:
-            epoch: Number of the epoch.
-            first: Indices to read before all others.
-            num_skipped: Samples of the epoch's order to leave out.
-        """
+    def start(self, begin: RoundRecord) -> FeedRun:
+        """Starts the workers of an epoch, or of the rest of one, in the calling thread."""
         if self.sampler is not None:
-            self.sampler.epoch, self.sampler.first, self.sampler.num_skipped = epoch, first or [], num_skipped
+            self.sampler.begin = begin
         elif isinstance(self.source, ChunkStream):
-            self.source.epoch = epoch
+            self.source.epoch = begin.epoch
         chunks = iter(self.loader)
         _leave_dead_workers_to_the_reader(chunks)
-        return FeedRun(self, chunks)
+        return FeedRun(self, chunks, begin)
 
     def probe_lengths(self, num_probes: int) -> IntArray:
         """The lengths of a few samples spread over a map-style data set, the same on all ranks: int64[n]."""
@@ -171,11 +164,11 @@ class Feed:
         chunk = ChunkDataset(self.source.dataset, self.source.measuring, self.progress)[indices]
         return np.array([length for length in chunk.lengths if length], dtype=np.int64)
 
-    def adapt_chunks(self, mean_bytes: float) -> None:
-        """Sets the size of the next chunks from the mean size of the samples seen so far."""
+    def adapt_chunks(self, mean_length: float, mean_bytes: float) -> None:
+        """Sets the size of the next chunks from the mean length and size of the samples seen so far."""
         if self.sampler is None:
             return
-        by_count = self.num_ahead / self.num_chunks_ahead
+        by_count = max(self.num_ahead, self.tokens_ahead / max(1.0, mean_length)) / self.num_chunks_ahead
         by_bytes = self.max_bytes / (max(1.0, mean_bytes) * self.num_chunks_ahead)
         self.sampler.chunk_size = int(min(max(1.0, min(by_count, by_bytes)), MAX_CHUNK_SIZE))
 
@@ -184,14 +177,19 @@ class FeedRun:
     """The samples of one epoch; an iterator of entries.
 
     Attributes:
+        epoch: Number of the epoch.
+        given_back: Indices that a resume reads again, before the rest of the order.
         num_read: Samples read, skipped ones included.
         skipped: Index and reason of every sample that was dropped.
     """
 
-    def __init__(self, feed: Feed, chunks: Iterator[Chunk]) -> None:
+    def __init__(self, feed: Feed, chunks: Iterator[Chunk], begin: RoundRecord) -> None:
         self._feed = feed
         self._chunks: Iterator[Chunk] | None = chunks
-        self._num_bytes = 0
+        self._num_bytes = self._num_tokens = 0
+        self.epoch = begin.epoch
+        self.given_back = begin.indices
+        self._waited, self._num_consumed = begin.waited, begin.num_consumed
         self._pending: deque[Entry | SampleFailure] = deque()
         self.num_read = 0
         self.skipped: list[tuple[Any, str]] = []
@@ -211,6 +209,26 @@ class FeedRun:
         if isinstance(entry, SampleFailure):
             raise SampleError(entry)
         return entry
+
+    def take_below(self, ordinal: int) -> list[Entry]:
+        """The next samples with numbers below `ordinal`."""
+        taken: list[Entry] = []
+        while True:
+            entry = next(self, None)
+            if entry is None:
+                return taken
+            if entry.ordinal >= ordinal:
+                self._pending.appendleft(entry)
+                return taken
+            taken.append(entry)
+
+    def rounds_waited(self, ordinal: int) -> int:
+        """For how many rounds a sample had waited when the epoch was interrupted."""
+        return self._waited[ordinal] if ordinal < len(self._waited) else 0
+
+    def order_position(self, num_ordinals: int) -> int:
+        """Where in the rank's order the first `num_ordinals` samples of this run lead."""
+        return self._num_consumed + max(0, num_ordinals - len(self._waited))
 
     def close(self) -> None:
         """Stops the workers, unless they are persistent."""
@@ -234,7 +252,7 @@ class FeedRun:
         if chunk.failure is not None:
             self._pending.append(chunk.failure)
         if self.num_read:
-            self._feed.adapt_chunks(self._num_bytes / self.num_read)
+            self._feed.adapt_chunks(self._num_tokens / self.num_read, self._num_bytes / self.num_read)
 
     def _who_failed(self) -> str:
         """The dead worker and its sample, if a worker died."""
@@ -255,6 +273,7 @@ class FeedRun:
                 continue
             size = chunk.sizes[place]
             self._num_bytes += size
+            self._num_tokens += chunk.lengths[place]
             data = chunk.samples[place] if chunk.packed is None else chunk.packed[start : start + size]
             start += size
             yield Entry(
@@ -271,8 +290,3 @@ def _leave_dead_workers_to_the_reader(chunks: Any) -> None:
     if getattr(chunks, "_worker_pids_set", False):
         signal_handling._remove_worker_pids(id(chunks))
         chunks._worker_pids_set = False
-
-
-def is_iterable(dataset: Any) -> bool:
-    """Whether a data set is iterable only."""
-    return isinstance(dataset, (IterableDataset, torch.utils.data.IterDataPipe)) or not hasattr(dataset, "__getitem__")

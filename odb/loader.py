@@ -5,28 +5,35 @@ from __future__ import annotations
 import math
 import threading
 import warnings
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal, get_args
 
 import torch
 from torch.distributed import ProcessGroup
 
-from orch.comm.groups import get_rank, get_world_size, new_cpu_group
-from orch.odb.batches import BatchBuilder, SampleBuilder
+from orch.comm.topology import Topology
+from orch.odb.batches import BatchBuilder, Delivery, SampleBuilder
 from orch.odb.budget import BatchLayout, TokenBudget
+from orch.odb.buffer import SampleBuffer, WindowSize
 from orch.odb.collate import collate_packed, collate_padded
-from orch.odb.feed import Feed, is_iterable
+from orch.odb.feed import Feed
+from orch.odb.global_grouping import GlobalWindow
+from orch.odb.global_rounds import GlobalRounds
 from orch.odb.grouping import form_groups
 from orch.odb.measure import LengthFn
-from orch.odb.peers import Peers
+from orch.odb.peers import join_peers
 from orch.odb.pipeline import Pipeline
-from orch.odb.rounds import LocalRounds, SampleBuffer
-from orch.odb.sampling import GivenOrder, ShardedOrder
+from orch.odb.rounds import LocalRounds, RoundContext
+from orch.odb.sampling import ShardedOrder, order_of
+from orch.odb.state import RoundRecord
 from orch.odb.step_info import resolve_loss_scaling
 from orch.odb.window import GroupingWindow
 from orch.odb.worker import Measuring
 
-DEFAULT_BUFFER_SIZE = 512
+Grouping = Literal["global", "local"]
+DEFAULT_BUFFER_SIZE = 256
+DEFAULT_NUM_BATCHES = 16
+MAX_BUFFER_SIZE = 16384
 DEFAULT_BUFFER_BYTES = 2**30
 NUM_WINDOWS_AHEAD = 2
 NUM_PROBES = 64
@@ -47,8 +54,10 @@ class ODBDataLoader:
         length_fn: Length of a processed sample; by default the number of its `input_ids`. Runs in the workers.
         layout: What a batch costs: "padded" (samples times longest) or "packed" (sum).
         loss_scaling: "exact" weights by label tokens over all ranks and micro-steps; "none" does not.
+        grouping: "global" groups over the samples of all ranks, which travel to the rank of their group; "local" has
+            each rank group its own.
         join: Hand out every sample, ranks that run out idling; False stops all ranks when the first runs out.
-        buffer_size: Samples that a rank groups at a time.
+        buffer_size: Samples that a rank groups at a time; by default at least 256, and enough for 16 batches.
         buffer_bytes: Their size at most.
         collate_fn: Makes a batch of a list of samples; by default pads, or packs into one row.
         accumulation_steps: Micro-steps of an optimizer step, for the loss scale.
@@ -61,6 +70,7 @@ class ODBDataLoader:
         sampler: Indices that this rank reads; without one the loader shards the data set by itself.
         shard_stream: Whether an iterable data set is divided among ranks and workers here; False if it does so itself.
         drop_last: Only False: use `join` instead.
+        topology: Which ranks share a node, so that samples travel within; by default all of them.
         group: Data-parallel process group; by default the world.
         rank: Given with `world_size` if not that of `group`, e.g. 0 of 1 for a loader on one rank only.
         world_size: Number of ranks that share the data.
@@ -86,6 +96,7 @@ class ODBDataLoader:
         length_fn: LengthFn | None = None,
         layout: BatchLayout = "padded",
         loss_scaling: str | bool | None = "exact",
+        grouping: Grouping = "global",
         join: bool = True,
         buffer_size: int | None = None,
         buffer_bytes: int = DEFAULT_BUFFER_BYTES,
@@ -100,39 +111,45 @@ class ODBDataLoader:
         sampler: Any = None,
         shard_stream: bool = True,
         drop_last: bool = False,
+        topology: Topology | None = None,
         group: ProcessGroup | None = None,
         rank: int | None = None,
         world_size: int | None = None,
         batch_size: int | None = 1,
         pin_memory: bool = False,
+        prefetch_factor: int | None = None,
         **dataloader_kwargs: Any,
     ) -> None:
-        self.budget = TokenBudget(token_budget, layout, max_samples)
+        _check_arguments(grouping, accumulation_steps, over_length, batch_size, drop_last)
+        self.budget, self.grouping = TokenBudget(token_budget, layout, max_samples), grouping
         self.loss_scaling = resolve_loss_scaling(loss_scaling)
-        self.buffer_size = DEFAULT_BUFFER_SIZE if buffer_size is None else buffer_size
-        _check_arguments(self.buffer_size, buffer_bytes, accumulation_steps, over_length, batch_size, drop_last)
+        self.window_size = window_size(token_budget, buffer_size, buffer_bytes)
         self.dataset, self.sampler, self.collate_fn = dataset, sampler, collate_fn
-        self.join, self.buffer_bytes, self.accumulation_steps = join, buffer_bytes, accumulation_steps
-        self.pin_memory, self.shuffle, self.seed = pin_memory, shuffle, seed
-        self.num_workers = dataloader_kwargs.get("num_workers", 0)
-        self.peers = _peers(group, rank, world_size)
-        self.order = _order(dataset, sampler, shuffle, seed, self.peers)
+        self.join, self.accumulation_steps, self.pin_memory = join, accumulation_steps, pin_memory
+        self.shuffle, self.seed, self.num_workers = shuffle, seed, dataloader_kwargs.get("num_workers", 0)
+        self.peers = join_peers(group, rank, world_size)
+        self.topology = topology or Topology(self.peers.num_ranks)
+        self.order = order_of(
+            dataset, sampler, shuffle=shuffle, seed=seed, rank=self.peers.rank, num_ranks=self.peers.num_ranks
+        )
         self._feed = Feed(
             dataset,
             self.order,
             Measuring(length_fn, label_tokens_fn, max_length, over_length, packs=self.num_workers > 0),
-            num_ahead=_num_ahead(self.buffer_size, self.num_workers, dataloader_kwargs.pop("prefetch_factor", None)),
+            num_ahead=max(NUM_WINDOWS_AHEAD * self.window_size.num_samples, self.num_workers * (prefetch_factor or 0)),
+            tokens_ahead=NUM_WINDOWS_AHEAD * self.window_size.num_tokens,
             max_bytes=NUM_WINDOWS_AHEAD * buffer_bytes,
             rank=self.peers.rank,
             num_ranks=self.peers.num_ranks,
             shards_stream=shard_stream,
             **dataloader_kwargs,
         )
-        self.epoch = 0
-        self._pipeline: Pipeline[Any] | None = None
+        self.epoch = self.num_over_budget = self.num_dropped = 0
         self.skipped: list[tuple[Any, str]] = []
-        self.num_over_budget = self.num_dropped = 0
+        self._pipeline: Pipeline[Delivery] | None = None
         self._num_micro_steps: int | None = None
+        self._resumed: RoundRecord | None = None
+        self._position = RoundRecord(0)
 
     @property
     def token_budget(self) -> int:
@@ -145,20 +162,32 @@ class ODBDataLoader:
         return self.budget.layout
 
     def set_epoch(self, epoch: int) -> None:
-        """Sets the number of the next epoch; without it, epochs count up by themselves."""
+        """Sets the number of the next epoch; without it, epochs count up by themselves.
+
+        The rest of a resumed epoch is not given up for its own number.
+        """
+        if self._resumed is not None and self._resumed.epoch != epoch:
+            self._resumed = None
         self.epoch = epoch
+        if self._pipeline is None and self._resumed is None:
+            self._position = RoundRecord(epoch)
 
     def __iter__(self) -> Iterator[Any]:
         """Yields collated batches with their step info."""
         collate = self.collate_fn or (collate_packed if self.layout == "packed" else collate_padded)
         pins = self.pin_memory and torch.cuda.is_available()
-        return self._start(
-            BatchBuilder(collate, self.loss_scaling, self.accumulation_steps, self.peers.num_ranks, pins)
-        )
+        builder = BatchBuilder(collate, self.loss_scaling, self.accumulation_steps, self.peers.num_ranks, pins)
+        return self._start(builder, self.grouping, exchanges=True)
 
-    def groups(self) -> Iterator[list[Any]]:
-        """Yields this rank's groups as lists of samples, `[]` for IDLE; equally many on every rank."""
-        return self._start(SampleBuilder())
+    def groups(self, grouping: Grouping = "local") -> Iterator[list[Any]]:
+        """Yields this rank's groups as lists of samples, `[]` for IDLE; equally many on every rank.
+
+        Args:
+            grouping: "local" yields groups within the budget. "global" yields, for each micro-step, the samples of all
+                ranks' groups that this rank has at hand: it is for who moves them afterwards, since only after that
+                does each rank keep the budget.
+        """
+        return self._start(SampleBuilder(), grouping, exchanges=False)
 
     def __len__(self) -> int:
         """Micro-steps of an epoch: those of the last full one, or before that an estimate from a few samples' lengths.
@@ -170,6 +199,28 @@ class ODBDataLoader:
             self._num_micro_steps = self._estimated_micro_steps()
         return self._num_micro_steps
 
+    def state_dict(self) -> dict[str, Any]:
+        """Where this rank's epoch stands, behind the last batch taken; every rank saves its own.
+
+        With accumulation, save where an optimizer step ends. What a sampler of your own keeps is not saved: it must
+        yield the same indices again.
+
+        Raises:
+            TypeError: If the data set is iterable: samples that wait in the window cannot be read again.
+        """
+        if self.order is None:
+            raise TypeError("`dataset` must be map-style for `state_dict`, but is iterable instead.")
+        return (self._resumed or self._position).to_dict(self._fingerprint())
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on where `state` was saved: the next iteration hands out what had not been handed out, once.
+
+        Raises:
+            ValueError: If it was saved by another rank, on another number of ranks, or over other data.
+        """
+        self._resumed = RoundRecord.from_dict(state, self._fingerprint())
+        self.epoch = self._resumed.epoch
+
     def close(self) -> None:
         """Stops what runs in the background; the loader can be iterated anew."""
         if self._pipeline is not None:
@@ -177,25 +228,44 @@ class ODBDataLoader:
             self._pipeline.join()
             self._pipeline = None
 
-    def _start(self, builder: BatchBuilder | SampleBuilder) -> LoaderIterator:
+    def _start(self, builder: BatchBuilder | SampleBuilder, grouping: Grouping, *, exchanges: bool) -> LoaderIterator:
         self.close()
-        epoch, self.epoch = self.epoch, self.epoch + 1
-        run, stop = self._feed.start(epoch), threading.Event()
-        self.skipped = run.skipped
-        buffer = SampleBuffer(run, GroupingWindow(self.budget), self.buffer_size, self.buffer_bytes)
-        rounds = LocalRounds(buffer, self.peers, builder, self.join, stop, (self.seed, epoch))
+        begin, self._resumed = self._resumed or RoundRecord(self.epoch), None
+        self.epoch = begin.epoch + 1
+        run, stop = self._feed.start(begin), threading.Event()
+        self.skipped, self._position = run.skipped, begin
+        buffer = SampleBuffer(run, self.window_size, longer_than=self.token_budget)
+        context = RoundContext(buffer, self.peers, builder, self.join, stop, self.seed, begin)
+        rounds: LocalRounds | GlobalRounds = LocalRounds(context, GroupingWindow(self.budget), begin.num_rounds)
+        if grouping == "global":
+            rounds = GlobalRounds(context, GlobalWindow(self.budget, self.topology), exchanges, begin.num_rounds)
         self._pipeline = Pipeline(builder.deliver(iter(rounds)), stop, run.close)
-        return LoaderIterator(self._pipeline, rounds, self._note_end)
+        return LoaderIterator(self, self._pipeline, rounds)
 
-    def _note_end(self, rounds: LocalRounds, num_micro_steps: int) -> None:
-        self._num_micro_steps, self.num_dropped = num_micro_steps, rounds.num_dropped
-        self.num_over_budget = rounds.buffer.num_over_budget
+    def _note_end(self, rounds: LocalRounds | GlobalRounds, num_micro_steps: int) -> None:
+        """Takes down what is known at the end of an epoch."""
+        self._position = RoundRecord(rounds.context.epoch + 1)
+        if rounds.context.resumed is None or not rounds.context.resumed.num_rounds:
+            self._num_micro_steps = num_micro_steps
+        self.num_dropped = rounds.num_dropped
+        self.num_over_budget = rounds.context.buffer.num_over_budget
         if self.num_over_budget:
             warnings.warn(
                 f"{self.num_over_budget} samples of this epoch were longer than the token budget of "
                 f"{self.token_budget}; each went alone.",
                 stacklevel=3,
             )
+
+    def _fingerprint(self) -> dict[str, Any]:
+        """What must be the same where a state is loaded."""
+        num_samples = self.order.num_samples if isinstance(self.order, ShardedOrder) else None
+        return {
+            "num_ranks": self.peers.num_ranks,
+            "rank": self.peers.rank,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "num_samples": num_samples,
+        }
 
     def _estimated_micro_steps(self) -> int:
         if self.order is None:
@@ -213,83 +283,49 @@ class ODBDataLoader:
 class LoaderIterator:
     """The batches of one epoch."""
 
-    def __init__(
-        self, pipeline: Pipeline[Any], rounds: LocalRounds, note_end: Callable[[LocalRounds, int], None]
-    ) -> None:
-        self._pipeline, self._rounds, self._num_taken = pipeline, rounds, 0
-        self._note_end: Callable[[LocalRounds, int], None] | None = note_end
+    def __init__(self, loader: ODBDataLoader, pipeline: Pipeline[Delivery], rounds: LocalRounds | GlobalRounds) -> None:
+        self._loader, self._pipeline, self._rounds = loader, pipeline, rounds
+        self._num_taken = 0
+        self._has_ended = False
 
     def __iter__(self) -> LoaderIterator:
         return self
 
     def __next__(self) -> Any:
         try:
-            item = next(self._pipeline)
+            delivery = next(self._pipeline)
         except StopIteration:
-            if self._note_end is not None:
-                note_end, self._note_end = self._note_end, None
-                note_end(self._rounds, self._num_taken)
+            if not self._has_ended:
+                self._has_ended = True
+                self._loader._note_end(self._rounds, self._num_taken)
             raise
         self._num_taken += 1
-        return item
+        self._loader._position = delivery.record.after(delivery.place + 1)
+        return delivery.item
 
     def close(self) -> None:
         """Stops before the end; the other ranks are told at their next round."""
+        self._has_ended = True
         self._pipeline.close()
 
     def __del__(self) -> None:
         self.close()
 
 
-def _peers(group: ProcessGroup | None, rank: int | None, num_ranks: int | None) -> Peers:
-    """The ranks that share the data, and a CPU group of their own."""
-    if (rank is None) != (num_ranks is None):
-        raise ValueError(f"`rank` and `world_size` must be given together, but are {rank} and {num_ranks} instead.")
-    known_rank, known_ranks = get_rank(group), get_world_size(group)
-    if rank is None or num_ranks is None:
-        rank, num_ranks = known_rank, known_ranks
-    if not 0 <= rank < num_ranks:
-        raise ValueError(f"`rank` must be in [0, {num_ranks}), but is {rank} instead.")
-    if num_ranks > 1 and (rank, num_ranks) != (known_rank, known_ranks):
-        raise ValueError(
-            f"`rank` and `world_size` must be those of `group` ({known_rank} of {known_ranks}) or 0 of 1, "
-            f"but are {rank} of {num_ranks} instead."
-        )
-    return Peers(rank, num_ranks, new_cpu_group(group) if num_ranks > 1 else None)
-
-
-def _order(dataset: Any, sampler: Any, shuffle: bool, seed: int, peers: Peers) -> ShardedOrder | GivenOrder | None:
-    if is_iterable(dataset):
-        if sampler is not None or shuffle:
-            raise ValueError("`sampler` and `shuffle` must not be given for an iterable data set, but one is.")
-        return None
-    if sampler is not None:
-        if shuffle:
-            raise ValueError("`shuffle` must be False where a `sampler` is given, but is True instead.")
-        return GivenOrder(sampler)
-    return ShardedOrder(len(dataset), shuffle, seed, peers.rank, peers.num_ranks)
-
-
-def _num_ahead(buffer_size: int, num_workers: int, prefetch_factor: int | None) -> int:
-    """Samples to read ahead: two windows, or what the user asks for if that is more."""
-    return max(NUM_WINDOWS_AHEAD * buffer_size, num_workers * (prefetch_factor or 0))
+def window_size(token_budget: int, buffer_size: int | None, buffer_bytes: int) -> WindowSize:
+    """A window of `buffer_size` samples; by default as many as fill batches well, whatever their lengths."""
+    if buffer_size is not None:
+        return WindowSize(buffer_size, 0, buffer_bytes, buffer_size)
+    return WindowSize(DEFAULT_BUFFER_SIZE, DEFAULT_NUM_BATCHES * token_budget, buffer_bytes, MAX_BUFFER_SIZE)
 
 
 def _check_arguments(
-    buffer_size: int,
-    buffer_bytes: int,
-    accumulation_steps: int,
-    over_length: str,
-    batch_size: int | None,
-    drop_last: bool,
+    grouping: str, accumulation_steps: int, over_length: str, batch_size: int | None, drop_last: bool
 ) -> None:
-    for name, value in (
-        ("buffer_size", buffer_size),
-        ("buffer_bytes", buffer_bytes),
-        ("accumulation_steps", accumulation_steps),
-    ):
-        if value < 1:
-            raise ValueError(f"`{name}` must be at least 1, but is {value} instead.")
+    if grouping not in get_args(Grouping):
+        raise ValueError(f"`grouping` must be 'global' or 'local', but is {grouping!r} instead.")
+    if accumulation_steps < 1:
+        raise ValueError(f"`accumulation_steps` must be at least 1, but is {accumulation_steps} instead.")
     if over_length not in ("drop", "raise"):
         raise ValueError(f"`over_length` must be 'drop' or 'raise', but is {over_length!r} instead.")
     if batch_size not in (None, 1):

@@ -10,6 +10,7 @@ import numpy as np
 from torch.distributed import ProcessGroup
 
 from orch.comm.gather import RankFailedError, Status, gather, gather_status
+from orch.comm.groups import get_rank, get_world_size, new_cpu_group
 from orch.comm.topology import IntArray
 
 
@@ -44,3 +45,27 @@ class Peers:
             return
         with contextlib.suppress(RankFailedError, RuntimeError):
             gather_status(Status.FAILED, message, self.group, label="odb")
+
+
+def join_peers(group: ProcessGroup | None, rank: int | None, num_ranks: int | None) -> Peers:
+    """The ranks that share the data, with a new CPU group of their own; all of them call it.
+
+    Args:
+        group: The data-parallel group; None for the world.
+        rank: This rank, if not as `group` says; only 0 of 1 differs in that.
+        num_ranks: Given with `rank`.
+
+    Raises:
+        ValueError: If the two are not given together, or do not fit `group`.
+    """
+    if (rank is None) != (num_ranks is None):
+        raise ValueError(f"`rank` and `world_size` must be given together, but are {rank} and {num_ranks} instead.")
+    known = get_rank(group), get_world_size(group)
+    if rank is None or num_ranks is None:
+        rank, num_ranks = known
+    if (rank, num_ranks) not in (known, (0, 1)):
+        raise ValueError(
+            f"`rank` and `world_size` must be those of `group`, {known[0]} of {known[1]}, or 0 of 1, "
+            f"but are {rank} of {num_ranks} instead."
+        )
+    return Peers(rank, num_ranks, new_cpu_group(group) if num_ranks > 1 else None)

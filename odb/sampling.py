@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils.data import IterableDataset
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,3 +61,27 @@ class GivenOrder:
         if set_epoch is not None:
             set_epoch(epoch)
         yield from self.sampler
+
+
+def is_iterable(dataset: Any) -> bool:
+    """Whether a data set is iterable only."""
+    return isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
+
+
+def order_of(
+    dataset: Any, sampler: Any, *, shuffle: bool, seed: int, rank: int, num_ranks: int
+) -> ShardedOrder | GivenOrder | None:
+    """The order in which a rank reads; None for an iterable data set, which has its own.
+
+    Raises:
+        ValueError: If `sampler` and `shuffle` do not go together, or with an iterable data set.
+    """
+    if is_iterable(dataset):
+        if sampler is not None or shuffle:
+            raise ValueError("`sampler` and `shuffle` must not be given for an iterable data set, but one is.")
+        return None
+    if sampler is None:
+        return ShardedOrder(len(dataset), shuffle, seed, rank, num_ranks)
+    if shuffle:
+        raise ValueError("`shuffle` must be False where a `sampler` is given, but is True instead.")
+    return GivenOrder(sampler)

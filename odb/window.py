@@ -36,13 +36,13 @@ class GroupingWindow:
     def __len__(self) -> int:
         return len(self.ordinals)
 
-    def add(self, ordinal: int, length: int) -> None:
+    def add(self, ordinal: int, length: int, rounds_waited: int = 0) -> None:
         """Adds a sample."""
         assert not self.has_ended
         assert not self.ordinals or ordinal > self.ordinals[-1], (ordinal, self.ordinals[-1])
         self.ordinals.append(ordinal)
         self.lengths.append(length)
-        self.rounds_waited.append(0)
+        self.rounds_waited.append(rounds_waited)
         self._groups = None
 
     def report(self, num_free_slots: int = FREE_SLOTS_UNBOUNDED) -> RankReport:

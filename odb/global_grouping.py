@@ -1,0 +1,175 @@
+"""Groups over the windows of all ranks.
+
+The ranks gather the lengths in their windows; with everyone's at hand each computes the same steps of W groups. The
+window is W times as large, every rank has the same number of groups by construction, and nothing is split or idles
+while there are as many samples as ranks. A plan is a function of the lengths and their order alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from scipy.optimize import linear_sum_assignment
+
+from orch.comm.topology import IntArray, Topology
+from orch.odb.budget import TokenBudget
+from orch.odb.grouping import Groups, form_groups, split_groups
+
+MAX_ROUNDS_WAITED = 8
+SHARE_OF_GROUPS = 3 / 4
+SHARE_OF_STEPS = 2 / 3
+INTER_NODE_WEIGHT = 16
+FIELDS = ("ordinal", "length", "num_label_tokens", "num_bytes", "index", "rounds_waited")
+
+
+@dataclass(slots=True, eq=False)
+class GlobalWindow:
+    """The samples that wait on all ranks; each rank keeps the same copy.
+
+    Attributes:
+        budget: When a group is full.
+        topology: Which ranks share a node.
+        rank: int64[N], where each sample is; samples ascend by rank, then by number, whenever they arrived.
+        ordinal: int64[N], its number on that rank.
+        length: int64[N].
+        num_label_tokens: int64[N].
+        num_bytes: int64[N].
+        index: int64[N], its index in the data set.
+        rounds_waited: int64[N], how often each was left over.
+    """
+
+    budget: TokenBudget
+    topology: Topology
+    rank: IntArray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    ordinal: IntArray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    length: IntArray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    num_label_tokens: IntArray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    num_bytes: IntArray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    index: IntArray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    rounds_waited: IntArray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+
+    def __len__(self) -> int:
+        return len(self.rank)
+
+    def add(self, rows_of_rank: Sequence[IntArray]) -> None:
+        """Adds what each rank read: int64[n, 6] with the columns of `FIELDS`."""
+        ranks = np.repeat(np.arange(len(rows_of_rank), dtype=np.int64), [len(rows) for rows in rows_of_rank])
+        rows = np.concatenate(rows_of_rank)
+        self.rank = np.concatenate([self.rank, ranks])
+        for column, name in enumerate(FIELDS):
+            setattr(self, name, np.concatenate([getattr(self, name), rows[:, column]]))
+        self._select(np.lexsort((self.ordinal, self.rank)))
+
+    def plan_steps(self, *, all_ended: bool) -> list[Groups]:
+        """Chooses the next steps of one group for each rank, [] where there are fewer samples than ranks.
+
+        While samples still come, the best filled groups go first, those of equal cost together; what has waited for
+        `MAX_ROUNDS_WAITED` rounds goes before all else. At the end everything goes.
+
+        Returns:
+            For each step, the samples (positions into this window) of each rank's group.
+        """
+        if not len(self):
+            return []
+        num_ranks = self.topology.num_ranks
+        groups = self._even_groups() if all_ended else self._formed()
+        if not all_ended and len(groups) < num_ranks:
+            groups = split_groups(groups, self.length, min(num_ranks, len(self)))
+        candidates = groups if all_ended else self._best_filled(groups)
+        steps = self._in_steps(candidates)
+        if not all_ended:
+            steps = self._most_even(steps)
+        return [self._assigned(step) for step in steps]
+
+    def remove(self, steps: Sequence[Groups]) -> None:
+        """Takes the samples of steps out of the window; the rest has waited one more round."""
+        stays = np.ones(len(self), dtype=bool)
+        for step in steps:
+            for group in step:
+                stays[group] = False
+        self._select(np.flatnonzero(stays))
+        self.rounds_waited += 1
+
+    def _select(self, samples: IntArray) -> None:
+        for name in ("rank", *FIELDS):
+            setattr(self, name, getattr(self, name)[samples])
+
+    def _formed(self) -> Groups:
+        """Padded: over all samples. Packed: each rank's own first, then what is left in groups that are not full."""
+        if self.budget.layout == "padded":
+            return form_groups(self.length, self.budget)
+        full: Groups = []
+        rest: list[IntArray] = []
+        for rank in range(self.topology.num_ranks):
+            here = np.flatnonzero(self.rank == rank)
+            for group in form_groups(self.length[here], self.budget):
+                is_full = 100 * self._cost(here[group]) >= 99 * self.budget.max_tokens
+                (full if is_full else rest).append(here[group])
+        left = np.sort(np.concatenate(rest)) if rest else np.empty(0, dtype=np.int64)
+        return full + [left[group] for group in form_groups(self.length[left], self.budget)]
+
+    def _even_groups(self) -> Groups:
+        """Everything in as few steps as possible, under the smallest budget that needs no more of them."""
+        num_ranks = self.topology.num_ranks
+        num_steps = -(-len(form_groups(self.length, self.budget)) // num_ranks)
+        low, high = int(self.length.max()), max(int(self.length.max()), self.budget.max_tokens)
+        while low < high:
+            middle = (low + high) // 2
+            tried = TokenBudget(middle, self.budget.layout, self.budget.max_samples)
+            if len(form_groups(self.length, tried)) <= num_steps * num_ranks:
+                high = middle
+            else:
+                low = middle + 1
+        groups = form_groups(self.length, TokenBudget(high, self.budget.layout, self.budget.max_samples))
+        return split_groups(groups, self.length, min(max(len(groups), num_steps * num_ranks), len(self)))
+
+    def _best_filled(self, groups: Groups) -> Groups:
+        num_ranks = self.topology.num_ranks
+        count = max(num_ranks, int(len(groups) * SHARE_OF_GROUPS) // num_ranks * num_ranks)
+        fresh = np.array([self.rounds_waited[group].max() < MAX_ROUNDS_WAITED for group in groups])
+        tokens = np.array([self.length[group].sum() for group in groups])
+        chosen = np.lexsort((np.arange(len(groups)), -tokens, fresh))[:count]
+        return [groups[i] for i in np.sort(chosen)]
+
+    def _in_steps(self, groups: Groups) -> list[Groups]:
+        """Runs of one group for each rank, of nearly equal cost; of packed groups, each at home on another rank."""
+        num_ranks = self.topology.num_ranks
+        cost = np.array([self._cost(group) for group in groups])
+        by_cost = np.argsort(-cost, kind="stable")
+        if self.budget.layout == "packed":
+            home = np.array([np.bincount(self.rank[group], minlength=num_ranks).argmax() for group in groups])[by_cost]
+            place = np.empty(len(groups), dtype=np.int64)
+            for rank in range(num_ranks):
+                place[home == rank] = np.arange(np.count_nonzero(home == rank))
+            by_cost = by_cost[np.lexsort((home, place))]
+        return [[groups[i] for i in by_cost[start : start + num_ranks]] for start in range(0, len(groups), num_ranks)]
+
+    def _most_even(self, steps: list[Groups]) -> list[Groups]:
+        """The steps of most equal cost, but first those in which a sample has waited long."""
+        count = max(1, int(len(steps) * SHARE_OF_STEPS))
+
+        def order(index: int) -> tuple[bool, float, int]:
+            costs = [self._cost(group) for group in steps[index]]
+            is_fresh = max(int(self.rounds_waited[group].max()) for group in steps[index]) < MAX_ROUNDS_WAITED
+            return is_fresh, -sum(costs) / (len(costs) * max(costs)), index
+
+        return [steps[i] for i in sorted(sorted(range(len(steps)), key=order)[:count])]
+
+    def _assigned(self, groups: Groups) -> Groups:
+        """Gives each group to the rank that makes the fewest bytes move, between nodes above all."""
+        num_ranks, node = self.topology.num_ranks, self.topology.node_of_rank
+        at = np.zeros((len(groups), num_ranks))
+        for row, group in enumerate(groups):
+            np.add.at(at[row], self.rank[group], self.num_bytes[group])
+        on_node = at @ (node[:, None] == node[None, :])
+        total = at.sum(axis=1, keepdims=True)
+        moved = (on_node - at) + INTER_NODE_WEIGHT * (total - on_node)
+        rows, ranks = linear_sum_assignment(moved)
+        group_of_rank = dict(zip(ranks.tolist(), rows.tolist(), strict=True))
+        nothing = np.empty(0, dtype=np.int64)
+        return [groups[group_of_rank[rank]] if rank in group_of_rank else nothing for rank in range(num_ranks)]
+
+    def _cost(self, group: IntArray) -> int:
+        return self.budget.tokens(self.length[group])

@@ -1,0 +1,78 @@
+"""Where an epoch stands, to the sample: what `state_dict` saves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+STATE_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class RoundRecord:
+    """This rank's part of a round, and what lies behind it. Samples are named by their index in the data set.
+
+    Attributes:
+        epoch: Number of the epoch.
+        num_consumed: Samples of this rank's order that were read into the window.
+        num_rounds: Rounds so far, this one included.
+        groups: The samples of each of the round's groups.
+        held: Samples that were left in the window, in order.
+        rounds_waited: For how many rounds each of them.
+    """
+
+    epoch: int
+    num_consumed: int = 0
+    num_rounds: int = 0
+    groups: tuple[tuple[Any, ...], ...] = ()
+    held: tuple[Any, ...] = ()
+    rounds_waited: tuple[int, ...] = ()
+
+    def after(self, num_taken: int) -> RoundRecord:
+        """The same with the first `num_taken` groups handed out."""
+        return replace(self, groups=self.groups[num_taken:])
+
+    @property
+    def indices(self) -> list[Any]:
+        """What is to be read again, in order: the groups' samples, then those held."""
+        return [index for group in self.groups for index in group] + list(self.held)
+
+    @property
+    def waited(self) -> list[int]:
+        """For how many rounds each of `indices` has waited."""
+        return [0] * sum(map(len, self.groups)) + list(self.rounds_waited)
+
+    def to_dict(self, fingerprint: Mapping[str, Any]) -> dict[str, Any]:
+        """The record as plain lists and numbers, with what must be the same at the resume."""
+        return {
+            "version": STATE_VERSION,
+            **fingerprint,
+            "epoch": self.epoch,
+            "num_consumed": self.num_consumed,
+            "num_rounds": self.num_rounds,
+            "groups": [list(group) for group in self.groups],
+            "held": list(self.held),
+            "rounds_waited": list(self.rounds_waited),
+        }
+
+    @classmethod
+    def from_dict(cls, state: Mapping[str, Any], fingerprint: Mapping[str, Any]) -> RoundRecord:
+        """The inverse of `to_dict`.
+
+        Raises:
+            ValueError: If the state was saved by another rank, on another number of ranks, or over other data.
+        """
+        for name, value in {"version": STATE_VERSION, **fingerprint}.items():
+            if state.get(name) != value:
+                raise ValueError(
+                    f"`{name}` of a saved state must be {value!r}, as it is now, but is {state.get(name)!r} instead."
+                )
+        return cls(
+            epoch=int(state["epoch"]),
+            num_consumed=int(state["num_consumed"]),
+            num_rounds=int(state["num_rounds"]),
+            groups=tuple(tuple(group) for group in state["groups"]),
+            held=tuple(state["held"]),
+            rounds_waited=tuple(state["rounds_waited"]),
+        )
