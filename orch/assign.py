@@ -13,8 +13,6 @@ from orch.dispatch import DispatchProblem, dispatch
 from orch.lengths import ItemLengths, StepLengths
 from orch.memory import LLM
 
-_DEALT_FROM_SCRATCH = ("greedy", "binary_search")
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Assignment:
@@ -121,9 +119,7 @@ class Assigner:
         )
 
     def _dispatch(self, problem: DispatchProblem, stage: StageConfig) -> IntArray:
-        bins = dispatch(problem, stage.dispatcher_name)
-        dealt_from_scratch = stage.dispatcher_name in _DEALT_FROM_SCRATCH and not np.array_equal(bins, problem.home)
-        return place(problem, bins) if dealt_from_scratch and self.config.placement else bins
+        return dispatch(problem, stage.dispatcher_name, placement=self.config.placement)
 
 
 def sample_bytes(lengths: StepLengths, config: BalanceConfig) -> IntArray:
@@ -132,31 +128,3 @@ def sample_bytes(lengths: StepLengths, config: BalanceConfig) -> IntArray:
     for name, items in lengths.stages.items():
         np.add.at(total, items.sample, np.minimum(items.num_bytes, items.num_rows * config.stage(name).row_bytes))
     return total
-
-
-def place(problem: DispatchProblem, bins: IntArray) -> IntArray:
-    """Permutes the batches of each micro-step over ranks, so that most of their data is there already.
-
-    Args:
-        problem: Where the items are and what they weigh.
-        bins: int64[N], the bin of each item.
-
-    Returns:
-        int64[N], the bin of each item after the permutation; every load is some bin's load still.
-    """
-    try:
-        from orch.comm.placement import place_batches
-    except ImportError:
-        return bins
-
-    rank, micro_step = np.divmod(bins, problem.bins_per_rank)
-    weights = [(problem.home, np.ones_like(bins) if problem.move_bytes is None else problem.move_bytes)]
-    if problem.target is not None and problem.target_bytes is not None:
-        weights.append((problem.target, problem.target_bytes))
-    for value in range(problem.bins_per_rank):
-        chosen = np.flatnonzero(micro_step == value)
-        source = np.concatenate([bins_of[chosen] // problem.bins_per_rank for bins_of, _ in weights])
-        num_bytes = np.concatenate([sizes[chosen] for _, sizes in weights])
-        batch = np.tile(rank[chosen], len(weights))
-        rank[chosen] = place_batches(source, batch, num_bytes, problem.topology)[rank[chosen]]
-    return rank * problem.bins_per_rank + micro_step

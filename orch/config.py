@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from orch.cost import AdditiveCost, CostModel, PackedCost, PaddedCost, PaddedLikeCost
-from orch.dispatch import DISPATCHERS
+from orch.cost import CostModel, PackedCost, PaddedCost
+from orch.dispatch import check_dispatcher, default_dispatcher
 
 BALANCE_MODES = ("none", "pre", "llm", "post")
 BATCH_LAYOUTS = ("packed", "padded")
@@ -18,7 +18,7 @@ class StageConfig:
 
     Attributes:
         cost: What a batch costs; None counts tokens, padded ones where the layout is padded.
-        dispatcher: A key of `orch.dispatch.DISPATCHERS`; None takes the best for the cost.
+        dispatcher: A key of `orch.dispatch.DISPATCHERS`; None takes `local` for packed and `binary_search` for padded.
         max_tokens: The most tokens a rank's batch may hold, in this stage's units (padded: items times the longest).
             None allows what the unbalanced step would have needed, which is also kept with a number.
         layout: "packed" or "padded": how the batch lies in memory.
@@ -41,12 +41,7 @@ class StageConfig:
             raise ValueError(f"`max_tokens` must be at least 1, but is {self.max_tokens} instead.")
         if self.row_bytes < 0:
             raise ValueError(f"`row_bytes` must not be negative, but is {self.row_bytes} instead.")
-        if self.dispatcher is not None and self.dispatcher not in DISPATCHERS:
-            raise ValueError(f"`dispatcher` must be one of {sorted(DISPATCHERS)}, but is {self.dispatcher!r} instead.")
-        if self.dispatcher in _ADDITIVE_ONLY and not isinstance(self.cost_model, AdditiveCost):
-            raise ValueError(f"`cost` must be additive for {self.dispatcher!r}, but is {self.cost_model} instead.")
-        if self.dispatcher == "binary_search" and not isinstance(self.cost_model, PaddedLikeCost):
-            raise ValueError(f"`cost` must have a padded part for 'binary_search', but is {self.cost_model} instead.")
+        check_dispatcher(self.dispatcher_name, self.cost_model)
 
     @property
     def cost_model(self) -> CostModel:
@@ -58,12 +53,7 @@ class StageConfig:
     @property
     def dispatcher_name(self) -> str:
         """The dispatcher in force."""
-        if self.dispatcher is not None:
-            return self.dispatcher
-        return "greedy" if isinstance(self.cost_model, AdditiveCost) else "binary_search"
-
-
-_ADDITIVE_ONLY = ("greedy",)
+        return self.dispatcher if self.dispatcher is not None else default_dispatcher(self.cost_model)
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,8 +36,7 @@ def fit(model: type[Model], batches: Sequence[IntArray], seconds: Sequence[float
     """
     if len(batches) != len(seconds) or not len(batches):
         raise ValueError(f"`seconds` must have one entry a batch ({len(batches)}), but has {len(seconds)} instead.")
-    rows = [[1.0, *_features(model, np.asarray(batch, dtype=np.float64))] for batch in batches]
-    features = np.asarray(rows, dtype=np.float64)
+    features = _design_matrix(model, batches)
     scale = np.abs(features).max(axis=0)
     scale[scale == 0] = 1.0  # columns differ by ten orders of magnitude; unit columns keep the fit well conditioned
     solution, _ = nnls(features / scale, np.asarray(seconds, dtype=np.float64))
@@ -45,6 +44,11 @@ def fit(model: type[Model], batches: Sequence[IntArray], seconds: Sequence[float
     if not coefficients.any():
         raise ValueError("`seconds` must grow with the batch, but are constant or fall instead.")
     return model(*(float(value) for value in coefficients))
+
+
+def _design_matrix(model: type[object], batches: Sequence[IntArray]) -> npt.NDArray[np.float64]:
+    """A row a batch: one, for the constant time, and the batch's features."""
+    return np.asarray([(1.0, *_features(model, np.asarray(batch, dtype=np.float64))) for batch in batches])
 
 
 def _features(model: type[object], lengths: npt.NDArray[np.float64]) -> tuple[float, ...]:

@@ -7,11 +7,17 @@ numbers give the same layout on any machine (ties are broken by position).
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from orch.comm.topology import IntArray
+from orch.cost import AdditiveCost, PaddedLikeCost, sum_by_bin
 from orch.dispatch.binary_search import dispatch_binary_search
 from orch.dispatch.greedy import dispatch_greedy
+from orch.dispatch.local import dispatch_local
 from orch.dispatch.none import dispatch_none
+from orch.dispatch.placed import place
 from orch.dispatch.problem import DispatchProblem
 
 Dispatcher = Callable[[DispatchProblem], IntArray]
@@ -19,26 +25,77 @@ Dispatcher = Callable[[DispatchProblem], IntArray]
 DISPATCHERS: dict[str, Dispatcher] = {
     "none": dispatch_none,
     "greedy": dispatch_greedy,
+    "local": dispatch_local,
     "binary_search": dispatch_binary_search,
 }
+FROM_SCRATCH = ("greedy", "binary_search")
+"""Dispatchers that do not look where items are, so that their batches want placing."""
 
-__all__ = ["DISPATCHERS", "DispatchProblem", "Dispatcher", "dispatch"]
+__all__ = ["DISPATCHERS", "FROM_SCRATCH", "DispatchProblem", "Dispatcher", "default_dispatcher", "dispatch"]
 
 
-def dispatch(problem: DispatchProblem, dispatcher: str) -> IntArray:
-    """Dispatches with the named algorithm, but never worse than as drawn.
+def default_dispatcher(cost: object) -> str:
+    """The best dispatcher for a cost model: `local` where it is additive, else `binary_search`."""
+    return "local" if isinstance(cost, AdditiveCost) else "binary_search"
+
+
+def check_dispatcher(dispatcher: str, cost: object) -> None:
+    """Raises a `ValueError` if the dispatcher is unknown or does not suit the cost."""
+    if dispatcher not in DISPATCHERS:
+        raise ValueError(f"`dispatcher` must be one of {sorted(DISPATCHERS)}, but is {dispatcher!r} instead.")
+    if dispatcher == "greedy" and not isinstance(cost, AdditiveCost):
+        raise ValueError(f"`cost` must be additive for 'greedy', but is {cost} instead.")
+    if dispatcher == "binary_search" and not isinstance(cost, PaddedLikeCost):
+        raise ValueError(f"`cost` must have a padded part for 'binary_search', but is {cost} instead.")
+
+
+def dispatch(problem: DispatchProblem, dispatcher: str, *, placement: bool = True) -> IntArray:
+    """Dispatches with the named algorithm, but never worse than as drawn, and under the cap where it can be met.
 
     Args:
         problem: Items and bins.
         dispatcher: A key of `DISPATCHERS`.
+        placement: Whether batches dealt from scratch are placed where most of their data is.
 
     Returns:
-        int64[N], the bin of each item. As drawn where the algorithm breaks the cap and the drawn layout keeps it, or
-        where the algorithm's largest load is no smaller.
+        int64[N], the bin of each item. As drawn where that keeps the cap and the algorithm either does not or gives no
+        smaller largest load. Where nothing keeps the cap, the layout whose largest batch is least.
     """
+    if not len(problem.lengths):
+        return problem.home.copy()
+    dealt = _under_the_cap(problem, dispatcher)
+    home_fits, dealt_fits = problem.fits(problem.home), problem.fits(dealt)
+    if home_fits and not (dealt_fits and problem.largest_load(dealt) < problem.largest_load(problem.home)):
+        return problem.home.copy()
+    if not dealt_fits and problem.largest_batch(problem.home) < problem.largest_batch(dealt):
+        return problem.home.copy()
+    return place(problem, dealt) if placement and dispatcher in FROM_SCRATCH else dealt
+
+
+def _under_the_cap(problem: DispatchProblem, dispatcher: str) -> IntArray:
+    """The algorithm's layout; where an additive cost piles up too many tokens, for a cost tilted towards tokens."""
     dealt = DISPATCHERS[dispatcher](problem)
-    if problem.fits(problem.home):
-        worse = int(problem.loads(dealt).max(initial=0)) >= int(problem.loads(problem.home).max(initial=0))
-        if worse or not problem.fits(dealt):
-            return problem.home.copy()
+    if problem.fits(dealt) or dispatcher == "none" or not isinstance(problem.cost, AdditiveCost):
+        return dealt
+    for quarters in range(1, 5):
+        tilted = DISPATCHERS[dispatcher](replace(problem, cost=_TiltedCost(problem.cost, quarters)))
+        if problem.fits(tilted):
+            return tilted
+        dealt = min(dealt, tilted, key=problem.largest_batch)
     return dealt
+
+
+@dataclass(frozen=True, slots=True)
+class _TiltedCost:
+    """An additive cost of which some quarters are replaced by tokens, scaled to weigh the same in all."""
+
+    cost: AdditiveCost
+    quarters: int
+
+    def item_costs(self, lengths: IntArray) -> IntArray:
+        costs = self.cost.item_costs(lengths)
+        rate = max(1, int(costs.sum()) // max(1, int(lengths.sum())))
+        return np.asarray((4 - self.quarters) * costs + self.quarters * rate * lengths, dtype=np.int64)
+
+    def loads(self, lengths: IntArray, bin_of_item: IntArray, num_bins: int) -> IntArray:
+        return sum_by_bin(self.item_costs(lengths), bin_of_item, num_bins)

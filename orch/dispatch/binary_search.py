@@ -8,14 +8,16 @@ such B is the optimum.
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from itertools import accumulate
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from orch.comm.topology import IntArray
 from orch.cost import PaddedLikeCost
-from orch.dispatch.problem import DispatchProblem, descending
+from orch.dispatch.order import descending
+from orch.dispatch.problem import DispatchProblem
+
+_ALWAYS = 1 << 62  # every run is cheaper
 
 
 def dispatch_binary_search(problem: DispatchProblem) -> IntArray:
@@ -37,20 +39,27 @@ def dispatch_binary_search(problem: DispatchProblem) -> IntArray:
     if not len(problem.lengths):
         return problem.home.copy()
     order = descending(problem.lengths)
-    runs = _Runs.of(problem, order)
-    starts = runs.best(problem.num_bins)
+    starts = _Runs.of(problem, order).best(problem.num_bins)
     bin_of_item = np.empty(len(order), dtype=np.int64)
     bin_of_item[order] = np.searchsorted(starts, np.arange(len(order)), side="right") - 1
     return bin_of_item
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class _Runs:
-    """Sorted items, as lists, which Python reads one by one faster than arrays; a probe reads one item a bin."""
+    """Items sorted by falling length, as lists: a probe reads one item a bin, which Python does faster from a list.
 
-    def __init__(self, slots: list[int], packed: list[int] | None, most_items: list[int] | None) -> None:
-        self.slots = slots
-        self.packed = [0, *accumulate(packed)] if packed is not None else None
-        self.most_items = most_items  # the cap: items in a batch of which this one is the longest
+    Attributes:
+        slots: N, cost of a row of the rectangle of which the item is the longest.
+        packed: N, cost of each item beside the rectangle; None where there is none.
+        prefix: N + 1, sums of `packed`.
+        most: N, how many items the cap allows in a batch of which this one is the longest; None without a cap.
+    """
+
+    slots: list[int]
+    packed: list[int] | None
+    prefix: IntArray
+    most: list[int] | None
 
     @classmethod
     def of(cls, problem: DispatchProblem, order: IntArray) -> _Runs:
@@ -58,60 +67,86 @@ class _Runs:
         assert isinstance(problem.cost, PaddedLikeCost)
         lengths = problem.lengths[order]
         packed = problem.cost.packed_costs(lengths)
+        prefix = np.zeros(len(order) + 1, dtype=np.int64)
+        if packed is not None:
+            np.cumsum(packed, out=prefix[1:])
+        slots = problem.cost.slot_costs(lengths).tolist()
         most = None
-        if problem.cap is not None:
+        if problem.cap is not None and slots[0] * len(slots) > problem.cap:
             most = np.maximum(problem.cap // np.maximum(lengths, 1), 1).tolist()
-        return cls(problem.cost.slot_costs(lengths).tolist(), None if packed is None else packed.tolist(), most)
+        return cls(slots, None if packed is None else packed.tolist(), prefix, most)
 
-    def best(self, num_bins: int) -> list[int]:
-        """The starts of the runs under the least feasible bound."""
-        low, high = self._least(num_bins), self._cost(0, len(self.slots))
-        best, _ = self.probe(high, num_bins)
-        if best is None:  # the cap alone needs more bins than there are
-            self.most_items = None
-            best, _ = self.probe(high, num_bins)
-        assert best is not None, (high, num_bins)
+    def best(self, num_bins: int) -> IntArray:
+        """The starts of the runs under the least feasible bound: int64[runs]."""
+        size = len(self.slots)
+        low = self._least(num_bins)
+        best, high = self._cut(_ALWAYS, num_bins), _ALWAYS
+        if best is None:  # the cap alone needs more bins than there are: leave it to the caller, who checks
+            return replace(self, most=None).best(num_bins)
+        step = max(low >> 7, 1)  # optima lie a few percent above the average of all items: climb from there, then halve
         while low < high:
-            # Bounds near the average of all items are the likely ones: climb from there before halving.
-            middle = min((low + high) // 2, low + (low >> 6) + 1)
-            starts, bound = self.probe(middle, num_bins)
-            low, high, best = (low, bound, starts) if starts is not None else (bound, high, best)
-        return best
+            bound = min(low + step, (low + high) // 2)
+            starts = self._cut(bound, num_bins)
+            if starts is None:
+                low, step = bound + 1, 2 * step
+            else:
+                best, high = starts, self._largest(starts)
+        assert best is not None
+        return _without_empty_bins(best, size, num_bins)
 
-    def probe(self, bound: int, num_bins: int) -> tuple[list[int] | None, int]:
-        """The starts of the runs under `bound` and their largest cost, or None and the next bound worth trying."""
-        starts, start, size, largest, following = [], 0, len(self.slots), 0, None
-        for remaining in range(num_bins, 0, -1):
-            count = self._fill(start, bound)
-            if start + count < size:
-                grown = self._cost(start, start + count + 1)
-                if (self.most_items is None or count < self.most_items[start]) and grown > bound:
-                    following = grown if following is None else min(following, grown)
-            count = min(count, max(size - start - remaining + 1, 1))
+    def _cut(self, bound: int, num_bins: int) -> list[int] | None:
+        """The starts of the longest runs under `bound`, or None if they are more than the bins."""
+        if self.packed is not None:
+            return self._cut_with_rest(bound, num_bins)
+        slots, most, size = self.slots, self.most, len(self.slots)
+        starts, start = [], 0
+        for _ in range(num_bins):
             starts.append(start)
-            largest = max(largest, self._cost(start, start + count))
-            start += count
+            count = bound // slots[start] if slots[start] else size
+            start += count if most is None or count < most[start] else most[start]
             if start >= size:
-                return starts, largest
-        return None, following if following is not None else bound + 1
+                return starts
+        return None
 
-    def _fill(self, start: int, bound: int) -> int:
-        """How many items a run from `start` holds under `bound`; at least one."""
-        size = len(self.slots) - start
-        slot = self.slots[start]
-        if self.packed is None:
-            count = min(bound // slot, size) if slot else size
-        else:
-            count = bisect_right(range(size + 1), bound, key=lambda n: self._cost(start, start + n)) - 1
-        if self.most_items is not None:
-            count = min(count, self.most_items[start])
-        return max(count, 1)
+    def _cut_with_rest(self, bound: int, num_bins: int) -> list[int] | None:
+        """As `_cut`; a run is found in a few steps, each as long as if all later items cost what the next one does."""
+        assert self.packed is not None
+        slots, packed, most, size = self.slots, self.packed, self.most, len(self.slots)
+        starts, start = [], 0
+        for _ in range(num_bins):
+            starts.append(start)
+            limit = size if most is None else min(size, start + most[start])
+            stop, left = start, bound
+            while stop < limit:
+                each = slots[start] + packed[stop]
+                count = min(left // each if each else limit, limit - stop)
+                if not count:
+                    break
+                left -= slots[start] * count + int(self.prefix[stop + count] - self.prefix[stop])
+                stop += count
+            start = max(stop, start + 1)
+            if start >= size:
+                return starts
+        return None
 
-    def _cost(self, start: int, stop: int) -> int:
-        rectangle = self.slots[start] * (stop - start)
-        return rectangle if self.packed is None else rectangle + self.packed[stop] - self.packed[start]
+    def _largest(self, starts: list[int]) -> int:
+        """The largest cost of the runs that begin at `starts`."""
+        first = np.asarray(starts, dtype=np.int64)
+        stop = np.append(first[1:], len(self.slots))
+        slots = np.asarray([self.slots[start] for start in starts], dtype=np.int64)
+        return int((slots * (stop - first) + self.prefix[stop] - self.prefix[first]).max())
 
     def _least(self, num_bins: int) -> int:
         """No bound below this is feasible: the longest item alone, and the average of all items without padding."""
-        total = sum(self.slots) + (self.packed[-1] if self.packed is not None else 0)
-        return max(self._cost(0, 1), -(-total // num_bins))
+        total = sum(self.slots) + int(self.prefix[-1])
+        return max(self.slots[0] + (self.packed[0] if self.packed else 0), -(-total // num_bins))
+
+
+def _without_empty_bins(starts: list[int], size: int, num_bins: int) -> IntArray:
+    """Lets the last runs start later, so that every bin has an item where there are enough: int64[runs].
+
+    The new runs at the end hold one of the last items each, the shortest, so no cost grows.
+    """
+    runs = min(num_bins, size)
+    first = np.append(np.asarray(starts, dtype=np.int64), np.full(runs - len(starts), size, dtype=np.int64))
+    return np.minimum(first, size - runs + np.arange(runs))

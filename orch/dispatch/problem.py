@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import numpy as np
+from dataclasses import dataclass, replace
 
 from orch.comm.topology import IntArray, Topology
-from orch.cost import CostModel, batch_tokens
+from orch.cost import AdditiveCost, CostModel, batch_tokens
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,6 +38,20 @@ class DispatchProblem:
     target: IntArray | None = None
     target_bytes: IntArray | None = None
 
+    def item_costs(self, dispatcher: str) -> IntArray:
+        """Cost of each item: int64[N].
+
+        Raises:
+            ValueError: If the cost is not additive, as the named dispatcher needs it.
+        """
+        if not isinstance(self.cost, AdditiveCost):
+            raise ValueError(f"`cost` must be additive for {dispatcher!r}, but is {self.cost} instead.")
+        return self.cost.item_costs(self.lengths)
+
+    def with_cap(self, cap: int) -> DispatchProblem:
+        """The same problem under another cap."""
+        return replace(self, cap=cap)
+
     @property
     def num_bins(self) -> int:
         """Number of bins over all ranks."""
@@ -49,6 +61,10 @@ class DispatchProblem:
         """Cost of each bin: int64[num_bins]."""
         return self.cost.loads(self.lengths, bin_of_item, self.num_bins)
 
+    def largest_load(self, bin_of_item: IntArray) -> int:
+        """Cost of the costliest bin."""
+        return int(self.loads(bin_of_item).max(initial=0))
+
     def largest_batch(self, bin_of_item: IntArray) -> int:
         """Tokens of the largest batch."""
         return int(batch_tokens(self.layout, self.lengths, bin_of_item, self.num_bins).max(initial=0))
@@ -56,16 +72,3 @@ class DispatchProblem:
     def fits(self, bin_of_item: IntArray) -> bool:
         """Whether no bin holds more than the cap."""
         return self.cap is None or self.largest_batch(bin_of_item) <= self.cap
-
-
-def descending(values: IntArray) -> IntArray:
-    """Positions by falling value, ties by position: int64[N].
-
-    Value and position are packed into one integer where they fit, since numpy sorts plain integers ten times faster
-    than it sorts stably by key.
-    """
-    bits = max(len(values), 1).bit_length()
-    if len(values) and int(np.abs(values).max()) < 1 << (62 - bits):
-        keys = np.sort((-values << bits) | np.arange(len(values), dtype=np.int64))
-        return keys & ((1 << bits) - 1)
-    return np.argsort(-values, kind="stable").astype(np.int64)

@@ -1,0 +1,86 @@
+"""Dealing items to bins by falling cost, in vectorised rounds: no Python loop over items.
+
+Graham 1969: longest processing time first (LPT) gives a largest load of at most 4/3 - 1/(3d) of the optimum on d bins.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from orch.comm.topology import IntArray
+from orch.dispatch.order import ascending, descending, run_starts
+
+
+def deal(costs: IntArray, loads: IntArray) -> tuple[IntArray, IntArray]:
+    """Longest processing time first, exactly.
+
+    With bins in order of load, item i of the rest goes to bin i as long as no bin served earlier in the round,
+    with its new item, is lighter than bin i: up to there a round does what one item after another would. About as
+    many rounds are needed as there are items a bin.
+
+    Args:
+        costs: int64[N], not negative.
+        loads: int64[W], what is in each bin already; may be negative.
+
+    Returns:
+        int64[N], the bin of each item, and int64[W], the final loads.
+    """
+    order = descending(costs)
+    costs, loads = costs[order], loads.copy()
+    dealt = np.empty(len(costs), dtype=np.int64)  # bin of each item in falling order
+    start, used = 0, np.cumsum(costs)
+    while start < len(costs):
+        bins = np.argsort(loads, kind="stable")[: len(costs) - start]
+        old = loads[bins]
+        new = old + costs[start : start + len(bins)]
+        stale = old[1:] > np.minimum.accumulate(new)[:-1]
+        served = int(np.argmax(stale)) + 1 if stale.any() else len(bins)
+        if served == 1 and len(bins) > 1:  # one light bin among heavy ones takes items until it is light no more
+            before = used[start - 1] if start else 0
+            reach = before + old[1] - old[0]
+            stop = min(int(np.searchsorted(used, reach, side="right")) + 1, len(costs))
+            dealt[start:stop], loads[bins[0]], start = bins[0], old[0] + used[stop - 1] - before, stop
+            continue
+        dealt[start : start + served] = bins[:served]
+        loads[bins[:served]] = new[:served]
+        start += served
+    bin_of_item = np.empty_like(dealt)
+    bin_of_item[order] = dealt
+    return bin_of_item, loads
+
+
+def deal_in_groups(costs: IntArray, group_of_item: IntArray, loads: IntArray, group_of_bin: IntArray) -> IntArray:
+    """Deals items to the bins of their own group, all groups at once, nearly longest processing time first.
+
+    In a round, the bins of a group in order of load take the group's next items, as far as they are no fuller than the
+    lightest is with its item.
+
+    Args:
+        costs: int64[N], not negative.
+        group_of_item: int64[N].
+        loads: int64[W], what is in each bin already.
+        group_of_bin: int64[W], nondecreasing.
+
+    Returns:
+        int64[N], the bin of each item.
+    """
+    loads, num_groups = loads.copy(), int(group_of_bin[-1]) + 1
+    order = ascending(group_of_item, -costs)
+    costs = costs[order]
+    bin_of_item = np.empty(len(costs), dtype=np.int64)
+    stop = np.cumsum(np.bincount(group_of_item, minlength=num_groups))
+    following = stop - np.bincount(group_of_item, minlength=num_groups)
+    while True:
+        bins = np.flatnonzero((following < stop)[group_of_bin])
+        if not len(bins):
+            return bin_of_item
+        bins = bins[ascending(group_of_bin[bins], loads[bins])]
+        group = group_of_bin[bins]
+        first = run_starts(group)
+        item = following[group] + np.arange(len(bins)) - first
+        lightest = bins[first]
+        served = (item < stop[group]) & (loads[bins] <= loads[lightest] + costs[following[group]])
+        bins, item = bins[served], item[served]
+        bin_of_item[order[item]] = bins
+        loads[bins] += costs[item]
+        following += np.bincount(group_of_bin[bins], minlength=num_groups)

@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import orch
+from orch.bounds import LowerBounds
+from orch.cost import PackedCost, PaddedCost
+from tests.unit.planning import LENGTHS, arrays, topologies
+
+
+def test_the_names_users_import():
+    lengths, home = [9, 1, 1, 1], [0, 0, 1, 1]
+    topology = orch.Topology(num_ranks=2, ranks_per_node=1)
+    ranks = orch.balance(lengths, home, topology)
+    assert ranks.tolist() == [0, 1, 1, 1]
+    assert orch.lower_bounds(lengths, home, topology) == LowerBounds(load=9, target=9, inter_node=1)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data(), topologies(), st.sampled_from(["none", "greedy", "local", "binary_search"]))
+def test_never_worse_than_drawn(data, topology, dispatcher):
+    lengths = data.draw(st.lists(LENGTHS, max_size=30))
+    rank = st.integers(0, topology.num_ranks - 1)
+    home = data.draw(st.lists(rank, min_size=len(lengths), max_size=len(lengths)))
+    cost = PaddedCost() if dispatcher == "binary_search" else PackedCost()
+    ranks = orch.balance(lengths, home, topology, dispatcher=dispatcher, cost=cost)
+    before, after = (cost.loads(arrays(lengths), arrays(where), topology.num_ranks).max() for where in (home, ranks))
+    assert after <= before
+    assert orch.lower_bounds(lengths, home, topology, cost=cost).load <= after
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=6), st.integers(0, 20))
+def test_the_bound_of_bytes_between_nodes_is_one(items, slack):
+    """Against every layout of two nodes of one rank."""
+    lengths, sizes = [length for length, _ in items], [size for _, size in items]
+    home, topology = [index % 2 for index in range(len(items))], orch.Topology(2, 1)
+    target = orch.lower_bounds(lengths, home, topology).load + slack
+    bounds = orch.lower_bounds(lengths, home, topology, sizes=sizes, target=target)
+    for ranks in itertools.product((0, 1), repeat=len(items)):
+        if np.bincount(ranks, weights=lengths).max() <= target:
+            assert bounds.inter_node <= sum(size for size, a, b in zip(sizes, ranks, home, strict=True) if a != b)
+
+
+def test_max_tokens():
+    lengths, home, topology = [6, 6, 4, 4], [0, 0, 1, 1], orch.Topology(2)
+    ranks = orch.balance(lengths, home, topology, max_tokens=10)
+    assert np.bincount(ranks, weights=lengths).tolist() == [10, 10]
+    with pytest.raises(ValueError, match="`max_tokens` must be at least 10 for these lengths, but is 9 instead"):
+        orch.balance(lengths, home, topology, max_tokens=9)
+    with pytest.raises(ValueError, match="`max_tokens` must be at least 12 for these lengths, but is 9 instead"):
+        orch.balance(lengths, home, topology, max_tokens=9, cost=PaddedCost(), dispatcher="binary_search")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"lengths": [1, -2]}, "`lengths` must not be negative, but is -2 at 1 instead"),
+        ({"lengths": [1.5, 2.0]}, "`lengths` must be integers, but are float64 instead"),
+        ({"lengths": [[1, 2]]}, r"`lengths` must be a vector, but has shape \(1, 2\) instead"),
+        ({"home": [0]}, r"`home` must be a vector of 2, but has shape \(1,\) instead"),
+        ({"home": [0, 5]}, "`home` must be below 2, but reaches 5 instead"),
+        ({"sizes": [1]}, r"`sizes` must be a vector of 2, but has shape \(1,\) instead"),
+        ({"dispatcher": "magic"}, "`dispatcher` must be one of .*, but is 'magic' instead"),
+        ({"max_tokens": 0}, "`max_tokens` must be at least 1, but is 0 instead"),
+        ({"cost": PaddedCost(), "dispatcher": "greedy"}, "`cost` must be additive for 'greedy'"),
+        ({"dispatcher": "binary_search"}, "`cost` must have a padded part"),
+    ],
+)
+def test_bad_input_raises(changes, message):
+    arguments = {"lengths": [1, 2], "home": [0, 1], "topology": orch.Topology(2)} | changes
+    with pytest.raises(ValueError, match=message):
+        orch.balance(**arguments)

@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from orch.bounds import lower_bounds
+from orch.comm.topology import Topology
+from orch.cost import PackedCost, PaddedCost
+from orch.dispatch import DISPATCHERS, DispatchProblem
+from orch.dispatch.bounds import least_load
+from tests.unit.planning import arrays
+
+
+def drawn(num_ranks: int, per_rank: int, seed: int = 0, ranks_per_node: int | None = 8) -> DispatchProblem:
+    lengths = np.random.default_rng(seed).lognormal(6, 0.8, num_ranks * per_rank).astype(np.int64) + 1
+    home = np.repeat(np.arange(num_ranks), per_rank)
+    return DispatchProblem(lengths, home, Topology(num_ranks, ranks_per_node), PackedCost())
+
+
+def crossing(problem: DispatchProblem, bins: np.ndarray, source: np.ndarray | None = None) -> np.ndarray:
+    node = np.repeat(problem.topology.node_of_rank, problem.bins_per_rank)
+    return node[bins] != node[problem.home if source is None else source]
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "per_rank", "ranks_per_node"), [(64, 32, 8), (63, 32, 8), (64, 32, 1), (24, 60, 5)]
+)
+@pytest.mark.parametrize("seed", range(3))
+def test_reaches_the_target_and_moves_little_between_nodes(num_ranks, per_rank, ranks_per_node, seed):
+    problem = drawn(num_ranks, per_rank, seed, ranks_per_node)
+    bins = DISPATCHERS["local"](problem)
+    bounds = lower_bounds(problem.lengths, problem.home, problem.topology)
+    assert problem.largest_load(bins) <= 1.01 * bounds.load
+    total = int(problem.lengths.sum())
+    moved = int(problem.lengths[crossing(problem, bins)].sum())
+    assert bounds.inter_node <= moved
+    assert moved <= bounds.inter_node + (0.005 if ranks_per_node > 1 else 0.02) * total
+
+
+def test_moves_nothing_where_the_drawn_layout_is_balanced():
+    problem = DispatchProblem(arrays([10, 10, 10, 10]), arrays([0, 1, 2, 3]), Topology(4, 2), PackedCost())
+    assert DISPATCHERS["local"](problem).tolist() == [0, 1, 2, 3]
+
+
+def test_moves_only_the_surplus_and_within_the_node():
+    lengths = arrays([50, 30, 20, 70, 30, 100, 100])
+    problem = DispatchProblem(lengths, arrays([0, 0, 0, 0, 1, 2, 3]), Topology(4, 2), PackedCost())
+    assert DISPATCHERS["local"](problem).tolist() in (
+        [0, 0, 0, 1, 1, 2, 3],
+        [0, 0, 1, 1, 1, 2, 3],
+        [1, 0, 1, 0, 1, 2, 3],
+    )
+
+
+def test_cheap_items_leave_first():
+    """Text weighs 16 bytes a token, images 7,000: what leaves a node is text as long as there is some."""
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(200, 600, 512)
+    heavy = rng.random(512) < 0.5
+    home = np.sort(np.where(rng.random(512) < 0.3, 0, rng.integers(0, 16, 512)))
+    problem = DispatchProblem(
+        lengths, home, Topology(16, 4), PackedCost(), move_bytes=np.where(heavy, 7000, 16) * lengths
+    )
+    bins = DISPATCHERS["local"](problem)
+    gone = crossing(problem, bins)
+    assert problem.largest_load(bins) <= 1.01 * least_load(lengths, 16)
+    assert gone.sum() > 20
+    assert lengths[gone & heavy].sum() < 0.1 * lengths[gone].sum()
+
+
+@pytest.mark.parametrize(("raw", "output", "at_target"), [(19, 7, False), (5, 7, True), (7, 7, False)])
+def test_items_start_on_the_cheaper_of_home_and_target(raw, output, at_target):
+    ones = np.full(8, 10, dtype=np.int64)
+    home, target = np.arange(8), (np.arange(8) + 2) % 8
+    problem = DispatchProblem(
+        ones, home, Topology(8, 2), PackedCost(), move_bytes=ones * raw, target=target, target_bytes=ones * output
+    )
+    np.testing.assert_array_equal(DISPATCHERS["local"](problem), target if at_target else home)
+
+
+def test_surplus_goes_to_the_rank_that_needs_the_output():
+    """Node 0 holds too much; its items are offered to the node of their sample, which is node 1 for those of rank 0."""
+    lengths = np.full(60, 10, dtype=np.int64)
+    home = np.repeat([0, 1, 2, 3, 4, 5], [20, 12, 7, 7, 7, 7])
+    target = np.where(home == 0, 3, home)
+    problem = DispatchProblem(
+        lengths, home, Topology(6, 2), PackedCost(), move_bytes=lengths * 9, target=target, target_bytes=lengths * 7
+    )
+    bins = DISPATCHERS["local"](problem)
+    assert problem.largest_load(bins) == 100
+    left_node = crossing(problem, bins)
+    assert np.isin(bins[left_node], [2, 3]).sum() >= 6
+    assert left_node.sum() == 12
+
+
+def test_micro_steps_are_balanced_without_leaving_the_rank():
+    rng = np.random.default_rng(3)
+    lengths = rng.lognormal(5, 0.5, 8 * 64).astype(np.int64) + 1
+    home = np.repeat(np.arange(32), 16)
+    problem = DispatchProblem(lengths, home, Topology(8, 4), PackedCost(), bins_per_rank=4)
+    bins = DISPATCHERS["local"](problem)
+    assert problem.largest_load(bins) <= 1.01 * least_load(lengths, 32)
+    assert (lengths[bins // 4 != home // 4].sum()) < 0.25 * lengths.sum()
+
+
+def test_padded_batches_stay_within_their_node():
+    problem = drawn(32, 24)
+    problem = DispatchProblem(problem.lengths, problem.home, problem.topology, PaddedCost(), layout="padded")
+    bins = DISPATCHERS["local"](problem)
+    assert not crossing(problem, bins).any()
+    best = problem.largest_load(DISPATCHERS["binary_search"](problem))
+    assert best <= problem.largest_load(bins) < 1.5 * best < problem.largest_load(problem.home)
