@@ -36,6 +36,7 @@ class QwenVisionAdapter:
     keys = frozenset(
         {"pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "video_second_per_grid"}
     )
+    placeholders = ("image_token_id", "video_token_id")
 
     def __init__(
         self, encoder: Any, image_mean: Sequence[float] = IMAGE_MEAN, image_std: Sequence[float] = IMAGE_STD
@@ -184,6 +185,7 @@ class QwenOmniAudioAdapter:
     """
 
     keys = frozenset({"input_features", "audio_feature_lengths"})
+    placeholders = ("audio_token_id",)
 
     def __init__(self, encoder: Any) -> None:
         self._encoder = encoder

@@ -33,7 +33,8 @@ class ProgressBar:
     def advance(self, loss: float, tokens_per_s: float, report: Report) -> None:
         """Shows one more step; tokens per second are this rank's."""
         stages = " ".join(
-            f"{name} {stage.imbalance_before:.2f}->{stage.imbalance_after:.2f}" for name, stage in report.steps[-1].stages.items()
+            f"{name} {stage.imbalance_before:.2f}->{stage.imbalance_after:.2f}"
+            for name, stage in report.steps[-1].stages.items()
         )
         self._bar.total = max(self._bar.total, self._bar.n + 1)
         self._bar.set_postfix_str(f"loss {loss:.3f} {tokens_per_s * dist.get_world_size():,.0f} tok/s {stages}")

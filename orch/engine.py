@@ -35,6 +35,7 @@ def read_engine(engine: nn.Module) -> EngineInfo:
     if isinstance(engine, DistributedDataParallel):
         return EngineInfo(engine.module, engine.process_group, None, 1)
     if hasattr(engine, "gradient_accumulation_steps") and hasattr(engine, "set_gradient_accumulation_boundary"):
-        accumulate = int(engine.gradient_accumulation_steps())
-        return EngineInfo(engine.module, world, accumulate, accumulate, engine)
+        deepspeed: Any = engine
+        accumulate = int(deepspeed.gradient_accumulation_steps())
+        return EngineInfo(deepspeed.module, world, accumulate, accumulate, deepspeed)
     return EngineInfo(engine, world, None, 1)

@@ -120,8 +120,15 @@ def merge_lengths(vectors: Sequence[IntArray], stage_names: Sequence[str]) -> St
         stages[name] = ItemLengths(
             np.concatenate(sample), *(_joined(items, field) for field in ("length", "num_rows", "num_bytes"))
         )
-    columns = (_joined(ranks, field) for field in ("home", "micro_step", "llm_length", "num_bytes", "num_label_tokens"))
-    return StepLengths(*columns, num_micro_steps=max(own.num_micro_steps for own in ranks), stages=stages)
+    return StepLengths(
+        home=_joined(ranks, "home"),
+        micro_step=_joined(ranks, "micro_step"),
+        llm_length=_joined(ranks, "llm_length"),
+        num_bytes=_joined(ranks, "num_bytes"),
+        num_label_tokens=_joined(ranks, "num_label_tokens"),
+        num_micro_steps=max(own.num_micro_steps for own in ranks),
+        stages=stages,
+    )
 
 
 def _unpacked(vector: IntArray, stage_names: Sequence[str], rank: int) -> StepLengths:
@@ -134,7 +141,8 @@ def _unpacked(vector: IntArray, stage_names: Sequence[str], rank: int) -> StepLe
         rest = rest[1 + 4 * num_items :]
     assert not len(rest), len(rest)
     home = np.full(num_samples, rank, dtype=np.int64)
-    return StepLengths(home, *columns, num_micro_steps=num_micro_steps, stages=stages)
+    micro_step, llm_length, num_bytes, num_label_tokens = columns
+    return StepLengths(home, micro_step, llm_length, num_bytes, num_label_tokens, num_micro_steps, stages)
 
 
 def _joined(records: Sequence[StepLengths] | Sequence[ItemLengths], field_name: str) -> IntArray:

@@ -146,7 +146,7 @@ def orchestrate(
     """
     setup = make_setup(
         engine,
-        layout or getattr(loader, "layout", "packed"),
+        layout or str(getattr(loader, "layout", "packed")),
         balance=balance,
         dispatcher=dispatcher,
         accumulate=accumulate,

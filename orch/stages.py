@@ -25,7 +25,9 @@ _ATTRIBUTE = "_orch_stage"
 class EncoderAdapter(Protocol):
     """How to count, split, join and feed one encoder. It knows nothing of ranks.
 
-    An item is a dict of tensors under the sample's own key names: one image, clip or recording.
+    An item is a dict of tensors under the sample's own key names: one image, clip or recording. An adapter may also
+    have `placeholders`: names of the model configuration's ids of tokens that stand for the encoder's rows, one token a
+    row; samples whose tokens and items disagree are then refused before anything moves.
     """
 
     keys: frozenset[str]

@@ -39,7 +39,7 @@ def encode_record(record: Mapping[str, Any]) -> torch.Tensor:
         offsets.append(end)
         end = _aligned(end + data.numel())
     out = torch.zeros(end, dtype=torch.uint8)
-    out[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+    out[: len(header)] = torch.from_numpy(np.frombuffer(bytearray(header), dtype=np.uint8))
     for offset, (_, _, _, data) in zip(offsets, values, strict=True):
         out[offset : offset + data.numel()] = data
     return out
@@ -47,13 +47,13 @@ def encode_record(record: Mapping[str, Any]) -> torch.Tensor:
 
 def decode_record(data: torch.Tensor) -> dict[str, Any]:
     """The record that `encode_record` wrote; its tensors are views of `data` (uint8[n])."""
-    raw = data.numpy()
+    raw = memoryview(data.numpy())
     header_bytes, num_fields = _HEAD.unpack_from(raw, 0)
     position, end, record = _HEAD.size, _aligned(header_bytes), {}
     for _ in range(num_fields):
         kind, code, ndim, name_bytes = _FIELD.unpack_from(raw, position)
         position += _FIELD.size
-        name = raw[position : position + name_bytes].tobytes().decode()
+        name = bytes(raw[position : position + name_bytes]).decode()
         position += name_bytes
         shape = struct.unpack_from(f"<{ndim}q", raw, position)
         position += 8 * ndim
@@ -79,9 +79,7 @@ def _as_tensor(key: str, value: Any) -> tuple[int, torch.Tensor]:
     if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
         return _ARRAY, torch.from_numpy(np.array(value, order="C"))
     if isinstance(value, str):
-        return _STR, torch.frombuffer(bytearray(value.encode()), dtype=torch.uint8) if value else torch.zeros(
-            0, dtype=torch.uint8
-        )
+        return _STR, torch.from_numpy(np.frombuffer(bytearray(value.encode()), dtype=np.uint8))
     if isinstance(value, (bool, np.bool_)):
         return _BOOL, torch.tensor(bool(value))
     if isinstance(value, (int, np.integer)):
@@ -105,7 +103,9 @@ def _restored(kind: int, tensor: torch.Tensor) -> Any:
 
 def _field_header(key: str, kind: int, dtype: torch.dtype, shape: Sequence[int]) -> bytes:
     name = key.encode()
-    return _FIELD.pack(kind, _CODE_OF_DTYPE[dtype], len(shape), len(name)) + name + struct.pack(f"<{len(shape)}q", *shape)
+    return (
+        _FIELD.pack(kind, _CODE_OF_DTYPE[dtype], len(shape), len(name)) + name + struct.pack(f"<{len(shape)}q", *shape)
+    )
 
 
 def _aligned(position: int) -> int:

@@ -1,0 +1,118 @@
+"""A staged encoder is the same module as before, wherever anybody looks."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import orch
+from orch.encoders.registry import adapter_for
+from orch.stages import stage_of, stages_in
+from tests.omni import make_sample, small_model
+
+
+@pytest.fixture
+def plain():
+    return small_model(torch.float32, staged=False)
+
+
+@pytest.fixture
+def staged():
+    return small_model(torch.float32, staged=True)
+
+
+def encode(tower, sample):
+    adapter = adapter_for(tower)
+    return adapter.rows(tower(**adapter.join(adapter.split(sample))))[0]
+
+
+def test_class_names_and_state_stay(plain, staged):
+    assert type(staged.model.visual) is type(plain.model.visual)
+    assert [name for name, _ in staged.named_modules()] == [name for name, _ in plain.named_modules()]
+    assert [name for name, _ in staged.named_parameters()] == [name for name, _ in plain.named_parameters()]
+    assert list(staged.state_dict()) == list(plain.state_dict())
+    assert staged.model.visual.dtype == plain.model.visual.dtype
+
+
+def test_outside_a_micro_step_it_is_the_plain_encoder(plain, staged):
+    picture = make_sample(plain.config, 1, grids=[(4, 6)])
+    sound = make_sample(plain.config, 2, frames=[20, 7])
+    assert torch.equal(encode(staged.model.visual, picture), encode(plain.model.visual, picture))
+    assert torch.equal(encode(staged.model.audio_tower, sound), encode(plain.model.audio_tower, sound))
+
+
+def test_save_pretrained_writes_the_same_checkpoint(plain, staged, tmp_path):
+    plain.save_pretrained(tmp_path / "plain")
+    staged.save_pretrained(tmp_path / "staged")
+    files = sorted(path.name for path in (tmp_path / "plain").iterdir())
+    assert files == sorted(path.name for path in (tmp_path / "staged").iterdir())
+    for name in files:
+        assert (tmp_path / "plain" / name).read_bytes() == (tmp_path / "staged" / name).read_bytes()
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), lambda m: _through_torch_save(m)],
+    ids=["deepcopy", "pickle", "torch.save"],
+)
+def test_a_copy_is_a_stage_of_its_own(staged, copied):
+    twin = copied(staged)
+    instrument = stage_of(twin.model.visual)
+    assert instrument.encoder is twin.model.visual
+    assert instrument is not stage_of(staged.model.visual)
+    with torch.no_grad():
+        for parameter in twin.model.visual.parameters():
+            parameter.zero_()
+    picture = make_sample(staged.config, 1, grids=[(4, 6)])
+    assert encode(twin.model.visual, picture).abs().max() == 0
+    assert encode(staged.model.visual, picture).abs().max() > 0
+
+
+def test_gradient_checkpointing_still_works(plain, staged):
+    picture = make_sample(plain.config, 1, grids=[(4, 6)])
+    staged.activation_checkpointing_enable()
+    for model in (plain, staged):
+        encode(model.model.visual, picture).sum().backward()
+    for (name, expected), got in zip(
+        plain.model.visual.named_parameters(), staged.model.visual.parameters(), strict=True
+    ):
+        assert torch.allclose(got.grad, expected.grad, atol=1e-6), name
+
+
+def test_generate_still_works(plain, staged):
+    ids = make_sample(plain.config, 5)["input_ids"][None]
+    args = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(staged.eval().generate(ids, **args), plain.eval().generate(ids, **args))
+
+
+def test_stages_are_found_in_the_order_of_the_modules(staged):
+    assert list(stages_in(staged)) == ["audio", "vision"]
+
+
+def test_what_cannot_be_a_stage_is_refused(staged):
+    with pytest.raises(ValueError, match="must not be a stage yet, but is stage 'vision'"):
+        orch.stage(staged.model.visual, "again")
+    with pytest.raises(ValueError, match=r"must not hold BatchNorm, but '0' is BatchNorm1d"):
+        orch.stage(nn.Sequential(nn.BatchNorm1d(3)), "norm")
+    with pytest.raises(ValueError, match="`encoder` must be one of .*, but is Linear instead"):
+        orch.stage(nn.Linear(2, 2), "linear")
+    with pytest.raises(ValueError, match=r"`adapter` must have .*'split'"):
+        orch.stage(nn.Linear(2, 2), "linear", adapter=object())
+
+
+def test_two_stages_of_one_name_are_refused():
+    model = small_model(torch.float32, staged=False)
+    orch.stage(model.model.visual, "media")
+    orch.stage(model.model.audio_tower, "media")
+    with pytest.raises(ValueError, match="two stages are 'media'"):
+        stages_in(model)
+
+
+def _through_torch_save(model):
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
