@@ -80,3 +80,32 @@ _TIMES = {
 
 def _mean_and_worst(figures: Mapping[str, float]) -> str:
     return f"{figures['mean']:.3f} ({figures['max']:.3f})"
+
+
+def print_ablation(result: Mapping[str, Any]) -> None:
+    """Prints the comparison of variants on the same steps."""
+    stages = list(result["variants"]["none"]["stages"])
+    table = Table(title=f"{result['num_steps']} recorded steps, {result['num_repeats']} times each")
+    table.add_column("variant")
+    headings = ["CPU ms of the slowest rank", "wall ms", "speed", "share of possible gain"]
+    headings += [f"{name} imbalance" for name in stages] + [f"{name} largest" for name in stages]
+    for heading in [*headings, "MB intra-node", "MB inter-node"]:
+        table.add_column(heading, justify="right")
+    for name, row in result["variants"].items():
+        table.add_row(
+            name,
+            _median_and_interval(row["cpu_ms"]),
+            _median_and_interval(row["wall_ms"]),
+            f"{row['speed']:.3f}",
+            f"{row['share_of_possible_gain']:.2f}",
+            *(f"{row['stages'][stage]['imbalance_after']['mean']:.3f}" for stage in stages),
+            *(f"{row['stages'][stage]['largest_batch_after']:,}" for stage in stages),
+            *(f"{row['bytes'][where] / 1e6:.1f}" for where in ("intra_node", "inter_node")),
+        )
+    ideal = result["perfect balance"]
+    table.add_row("perfect balance", _median_and_interval(ideal["cpu_ms"]), "", f"{ideal['speed']:.3f}", "1.00")
+    Console(width=200).print(table)
+
+
+def _median_and_interval(figures: Mapping[str, float]) -> str:
+    return f"{figures['median']:.0f} [{figures['low']:.0f}, {figures['high']:.0f}]"

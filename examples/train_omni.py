@@ -37,9 +37,9 @@ from orch.encoders.packing import use_packed_attention
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
-def parse_args(argv: list[str] | None = None) -> Namespace:
+def make_parser(description: str) -> ArgumentParser:
     """The options of a run."""
-    parser = ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = ArgumentParser(description=description)
     add = parser.add_argument
     add("--data", type=Path, help="JSON or JSONL records; without it the project's own generated data")
     add("--engine", choices=["ddp", "zero2"], default="ddp")
@@ -62,7 +62,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add("--prepend-placeholders", action="store_true", help="media without a placeholder go to the front")
     add("--report", type=Path, help="write the figures of the run as JSON")
     add("--local_rank", "--local-rank", type=int, help="set by the deepspeed launcher")
-    return parser.parse_args(argv)
+    return parser
 
 
 def make_dataset(args: Namespace, tokenizer: Any, config: Any) -> Any:
@@ -169,7 +169,7 @@ def _sum_over_ranks(value: float) -> float:
 
 def main() -> None:
     """Trains and reports; every rank runs this."""
-    args = parse_args()
+    args = make_parser((__doc__ or "").splitlines()[0]).parse_args()
     dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

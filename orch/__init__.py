@@ -16,6 +16,7 @@ _HOME_OF_NAME = {
     "Item": "orch.stages",
     "orchestrate": "orch.orchestrator",
     "OrchestratedLoader": "orch.orchestrator",
+    "calibrate": "orch.calibration",
     "plan_step": "orch.plan",
     "StepLengths": "orch.lengths",
     "ItemLengths": "orch.lengths",

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
 from torch import nn
 
 from orch.comm.topology import Topology
+from orch.cost import CostModel
 from orch.micro_step import BATCH_KEY, MicroStep
 from orch.prefetch import Prefetcher
 from orch.prepare import Collate, to_device
@@ -115,6 +116,7 @@ def orchestrate(
     accumulate: int | None = None,
     topology: Topology | None = None,
     max_tokens: int | None = None,
+    costs: Mapping[str, CostModel] | None = None,
     collate_fn: Collate | None = None,
     layout: str | None = None,
     exchange: str = "flat",
@@ -135,6 +137,7 @@ def orchestrate(
         accumulate: K, micro-steps of an optimizer step; read from DeepSpeed, 1 otherwise.
         topology: Ranks and nodes; one node if not given.
         max_tokens: The most tokens the LLM's batch of a rank may hold; never more than unbalanced in any case.
+        costs: What batches cost by stage name and "llm", e.g. from `orch.calibrate`; FLOPs for what is not given.
         collate_fn: `collate_fn(samples, parts)` to arguments of the model; found by the model if not given.
         layout: "packed" or "padded" samples in the LLM; the loader's if not given, else "packed".
         exchange: How encoder outputs travel: "flat", or "all_gather" as a baseline.
@@ -152,6 +155,7 @@ def orchestrate(
         accumulate=accumulate,
         topology=topology,
         max_tokens=max_tokens,
+        costs=costs,
         collate_fn=collate_fn,
         exchange=exchange,
         timeout_s=timeout_s,

@@ -88,6 +88,7 @@ def make_setup(
     accumulate: int | None,
     topology: Topology | None,
     max_tokens: int | None,
+    costs: Mapping[str, CostModel] | None,
     collate_fn: Collate | None,
     exchange: str,
     timeout_s: float,
@@ -108,7 +109,7 @@ def make_setup(
         stages=stages,
         rank=get_rank(info.group),
         topology=topology,
-        config=_balance_config(info.model, stages, layout, balance, dispatcher, max_tokens, backbone),
+        config=_balance_config(info.model, stages, layout, balance, dispatcher, max_tokens, costs or {}, backbone),
         accumulate=_accumulate(info, accumulate),
         collate=collate_fn or backbone.collator_for(info.model, layout),
         placeholders={name: backbone.placeholder_ids(info.model, stage.adapter) for name, stage in stages.items()},
@@ -152,16 +153,24 @@ def _balance_config(
     balance: str,
     dispatcher: str | None,
     max_tokens: int | None,
+    costs: Mapping[str, CostModel],
     backbone: Any,
 ) -> BalanceConfig:
     flops = transformer_flops(**backbone.llm_dimensions(model))
     cost: CostModel = flops if layout == "packed" else PaddedCost(flops.per_item, flops.linear, flops.quadratic)
     encoders = {
-        name: StageConfig(cost=_packed_cost(stage.adapter), dispatcher=dispatcher, row_bytes=_row_bytes(model, stage))
+        name: StageConfig(
+            cost=costs.get(name) or _packed_cost(stage.adapter),
+            dispatcher=dispatcher,
+            row_bytes=_row_bytes(model, stage),
+        )
         for name, stage in stages.items()
     }
     llm = StageConfig(
-        cost=cost, dispatcher=dispatcher if layout == "packed" else None, max_tokens=max_tokens, layout=layout
+        cost=costs.get("llm", cost),
+        dispatcher=dispatcher if layout == "packed" else None,
+        max_tokens=max_tokens,
+        layout=layout,
     )
     return BalanceConfig(mode=balance, llm=llm, stages=encoders)
 

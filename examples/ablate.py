@@ -1,0 +1,182 @@
+"""What balancing is worth: the same recorded steps under none, pre, llm, post, and post with the all-gather exchange.
+
+    torchrun --nproc-per-node 2 examples/ablate.py
+
+All variants take turns at every step in one set of processes, so that a drifting machine favours none of them.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from argparse import Namespace
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from engines import wrap_ddp
+from omni.tokenizer import train_tokenizer
+from reporting import print_ablation
+from tiny_omni import tiny_thinker_config
+from train_omni import make_dataset, make_model, make_parser
+
+import orch
+from orch import odb
+from orch.comm.gather import gather_ragged
+
+FloatArray = npt.NDArray[np.float64]
+Samples = list[dict[str, Any]]
+VARIANTS = {
+    "none": ("none", "flat"),
+    "pre": ("pre", "flat"),
+    "llm": ("llm", "flat"),
+    "post": ("post", "flat"),
+    "post, all-gather": ("post", "all_gather"),
+}
+NUM_CALIBRATION_SAMPLES = 48
+
+
+class Recorded:
+    """A loader that replays groups."""
+
+    def __init__(self, groups: list[Samples], layout: str) -> None:
+        self._groups, self.layout = groups, layout
+
+    def groups(self) -> Any:
+        """The groups, from the first on."""
+        return iter(self._groups)
+
+
+def record(args: Namespace, tokenizer: Any, config: Any) -> list[Samples]:
+    """The first groups that the loader forms on this rank."""
+    loader = odb.ODBDataLoader(
+        make_dataset(args, tokenizer, config),
+        token_budget=args.token_budget,
+        layout=args.layout,
+        num_workers=args.num_workers,
+        shuffle=True,
+        seed=args.seed,
+    )
+    groups = list(islice(loader.groups(), args.steps))
+    loader.close()
+    return groups
+
+
+def measure(engine: Any, loaders: dict[str, Any], num_repeats: int) -> tuple[FloatArray, FloatArray]:
+    """CPU and wall-clock seconds of forward and backward on this rank: [variants, repeats, steps] each."""
+    times: dict[str, list[list[tuple[float, float]]]] = {name: [] for name in loaders}
+    for repeat in range(num_repeats + 1):
+        batches = {name: iter(loader) for name, loader in loaders.items()}
+        runs: dict[str, list[tuple[float, float]]] = {name: [] for name in loaders}
+        names, turn = list(loaders), repeat
+        while True:
+            turn += 1
+            order = names[turn % len(names) :] + names[: turn % len(names)]
+            prepared = {name: next(batches[name], None) for name in order}
+            if prepared[names[0]] is None:
+                break
+            for name in order:
+                runs[name].append(_timed(engine, prepared[name]))
+        if repeat:  # the first round warms up
+            for name in names:
+                times[name].append(runs[name])
+    both = np.array([times[name] for name in loaders])
+    return both[..., 0], both[..., 1]
+
+
+def _timed(engine: Any, batch: Any) -> tuple[float, float]:
+    dist.barrier()
+    cpu, wall = time.thread_time(), time.perf_counter()
+    engine(**batch).loss.backward()
+    spent = time.thread_time() - cpu, time.perf_counter() - wall
+    engine.zero_grad()
+    return spent
+
+
+def over_ranks(seconds: FloatArray) -> FloatArray:
+    """Everyone's times: [ranks, variants, repeats, steps], in seconds."""
+    gathered = gather_ragged(np.round(seconds * 1e9).astype(np.int64).ravel())
+    return np.stack(gathered).reshape(-1, *seconds.shape) / 1e9
+
+
+def summarise(cpu: FloatArray, wall: FloatArray, loaders: dict[str, Any], num_tokens: int) -> dict[str, Any]:
+    """The table, from the times of all ranks ([ranks, variants, repeats, steps])."""
+    step_cpu, step_wall = (np.median(times.max(axis=0), axis=1) for times in (cpu, wall))
+    perfect = np.median(cpu[:, 0].mean(axis=0), axis=0)
+    possible = step_cpu[0].sum() - perfect.sum()
+    rows = {}
+    for index, (name, loader) in enumerate(loaders.items()):
+        summary = loader.report.summary()
+        rows[name] = {
+            "cpu_ms": _median_and_interval(step_cpu[index]),
+            "wall_ms": _median_and_interval(step_wall[index]),
+            "tokens_per_s": num_tokens / step_cpu[index].sum(),
+            "speed": step_cpu[0].sum() / step_cpu[index].sum(),
+            "share_of_possible_gain": (step_cpu[0].sum() - step_cpu[index].sum()) / possible,
+            "stages": summary["stages"],
+            "bytes": summary["bytes"],
+        }
+    ideal = {
+        "cpu_ms": _median_and_interval(perfect),
+        "speed": step_cpu[0].sum() / perfect.sum(),
+        "tokens_per_s": num_tokens / perfect.sum(),
+    }
+    return {"num_steps": cpu.shape[3], "num_repeats": cpu.shape[2], "variants": rows, "perfect balance": ideal}
+
+
+def _median_and_interval(seconds: FloatArray) -> dict[str, float]:
+    """Milliseconds: the median over steps and its 95 % interval, from 1,000 resamplings."""
+    drawn = np.random.default_rng(0).choice(seconds, (1000, len(seconds)))
+    low, high = np.percentile(np.median(drawn, axis=1), [2.5, 97.5])
+    return {"median": 1e3 * float(np.median(seconds)), "low": 1e3 * float(low), "high": 1e3 * float(high)}
+
+
+def run(args: Namespace) -> dict[str, Any]:
+    """Records, replays, and sums up."""
+    torch.set_num_threads(1)
+    tokenizer = train_tokenizer()
+    config = tiny_thinker_config(tokenizer.vocab_size)
+    groups = record(args, tokenizer, config)
+    model = make_model(args, config, torch.device("cpu"))
+    drawn = [sample for group in groups for sample in group][:NUM_CALIBRATION_SAMPLES]
+    costs = orch.calibrate(model, drawn, layout=args.layout)
+    engine = wrap_ddp(model)
+    topology = orch.Topology(dist.get_world_size(), args.ranks_per_node)
+    loaders = {
+        name: orch.orchestrate(
+            Recorded(groups, args.layout),
+            engine,
+            balance=balance,
+            exchange=exchange,
+            costs=costs,
+            topology=topology,
+            prefetch=0,
+        )
+        for name, (balance, exchange) in VARIANTS.items()
+    }
+    cpu, wall = measure(engine, loaders, args.repeats)
+    num_tokens = sum(len(sample["input_ids"]) for group in groups for sample in group)
+    everyones = int(sum(int(tokens[0]) for tokens in gather_ragged(np.array([num_tokens], dtype=np.int64))))
+    return summarise(over_ranks(cpu), over_ranks(wall), loaders, everyones)
+
+
+def main() -> None:
+    """Every rank runs this."""
+    parser = make_parser((__doc__ or "").splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=3, help="times that every step is run under each variant")
+    parser.set_defaults(steps=16, samples=1000)
+    args = parser.parse_args()
+    dist.init_process_group("gloo")
+    result = run(args)
+    if dist.get_rank() == 0:
+        print_ablation(result)
+        if args.report is not None:
+            args.report.write_text(json.dumps(result, indent=1) + "\n")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

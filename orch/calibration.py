@@ -1,0 +1,149 @@
+"""Cost models measured on this device: each stage runs on batches of real samples, and a cost is fitted to the times.
+
+FLOPs say little about a CPU or a small model, where the number of items and of attention segments counts too.
+"""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from orch.comm.groups import is_distributed
+from orch.cost import CostModel, PackedCost, PaddedCost
+from orch.cost_fit import fit
+from orch.prepare import to_device
+from orch.stages import Item, Stage, stages_in
+
+T = TypeVar("T")
+LLM = "llm"
+_SHARES = (0.25, 0.5, 1.0)
+
+
+def calibrate(
+    model: nn.Module,
+    samples: Sequence[Mapping[str, Any]],
+    *,
+    layout: str = "packed",
+    num_batches: int = 24,
+    seed: int = 0,
+) -> dict[str, CostModel]:
+    """Measures what batches of each stage cost in forward and backward, and fits a cost model to it.
+
+    Every rank calls it, before an engine wraps the model (whose hooks would answer); rank 0's result is given to all.
+
+    Args:
+        model: The model, its encoders stages; gradients are left as they were.
+        samples: Processed samples to form batches of; as many as a rank's group holds, or more.
+        layout: Layout of the LLM's batch.
+        num_batches: Batches measured for each stage.
+        seed: Of the choice of batches.
+
+    Returns:
+        By stage name, and "llm": a cost in seconds. Stages without an item in `samples` are left out.
+    """
+    rng = np.random.default_rng(seed)
+    kept = {name: parameter.grad for name, parameter in model.named_parameters()}
+    costs: dict[str, CostModel] = {}
+    stages = stages_in(model)
+    for name, stage in stages.items():
+        items = [item for sample in samples for item in stage.adapter.split(sample)]
+        if items:
+            costs[name] = _measured(
+                PackedCost, _batches(items, num_batches, rng), _run_encoder(stage), stage.adapter.length
+            )
+    collate = importlib.import_module("orch.encoders.backbone").collator_for(model, layout)
+    family = PackedCost if layout == "packed" else PaddedCost
+    texts = [{"input_ids": _text_only(s["input_ids"]), "labels": torch.as_tensor(s["labels"])} for s in samples]
+    costs[LLM] = _measured(family, _batches(texts, num_batches, rng), _run_llm(model, collate), _num_tokens)
+    for name, parameter in model.named_parameters():
+        parameter.grad = kept[name]
+    return _of_rank_0(costs, [*stages, LLM])
+
+
+def _batches(pool: Sequence[T], num_batches: int, rng: np.random.Generator) -> list[list[T]]:
+    """Random batches of a quarter, a half and all of a pool, and of lone items."""
+    batches = []
+    for index in range(num_batches):
+        share = (*_SHARES, 0.0)[index % (len(_SHARES) + 1)]
+        size = max(1, round(share * len(pool)))
+        batches.append([pool[i] for i in rng.permutation(len(pool))[:size]])
+    return batches
+
+
+def _measured(
+    family: type[PackedCost] | type[PaddedCost],
+    batches: Sequence[list[T]],
+    run: Callable[[list[T]], None],
+    length: Callable[[T], int],
+) -> CostModel:
+    """The fitted cost; each batch counts with the quicker of two runs."""
+    run(batches[0])
+    seconds = [min(_timed(run, batch), _timed(run, batch)) for batch in batches]
+    lengths = [np.array([length(item) for item in batch], dtype=np.int64) for batch in batches]
+    return fit(family, lengths, seconds)
+
+
+def _timed(run: Callable[[T], None], batch: T) -> float:
+    """Seconds of one run: of this thread on a CPU, of the device on a GPU."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        run(batch)
+        torch.cuda.synchronize()
+        return time.perf_counter() - start
+    start = time.thread_time()
+    run(batch)
+    return time.thread_time() - start
+
+
+def _run_encoder(stage: Stage) -> Callable[[list[Item]], None]:
+    device = next(stage.encoder.parameters()).device
+
+    def run(items: list[Item]) -> None:
+        rows = stage.encode(to_device(stage.adapter.join(items), device))
+        if rows[0].requires_grad:
+            torch.autograd.backward([tensor.sum() for tensor in rows])
+
+    return run
+
+
+def _run_llm(model: nn.Module, collate: Callable[..., dict[str, Any]]) -> Callable[[list[dict[str, Any]]], None]:
+    device = next(model.parameters()).device
+
+    def run(samples: list[dict[str, Any]]) -> None:
+        batch = dict(collate(samples, {}))
+        batch.pop("labels")
+        logits = model(**to_device(batch, device)).logits
+        if logits.requires_grad:
+            logits.sum().backward()
+
+    return run
+
+
+def _text_only(input_ids: Any) -> torch.Tensor:
+    """Tokens of no media, as many."""
+    return torch.zeros_like(torch.as_tensor(input_ids))
+
+
+def _num_tokens(sample: Mapping[str, Any]) -> int:
+    return len(sample["input_ids"])
+
+
+def _of_rank_0(costs: dict[str, CostModel], names: Sequence[str]) -> dict[str, CostModel]:
+    """Rank 0's coefficients on every rank: measurements differ, plans must not."""
+    if not is_distributed():
+        return costs
+    fields = ("per_item", "linear", "quadratic")
+    own = [[getattr(costs[name], field) for field in fields] if name in costs else [0.0] * 3 for name in names]
+    shared = torch.tensor(own, dtype=torch.float64, device="cuda" if dist.get_backend() == "nccl" else "cpu")
+    dist.broadcast(shared, src=0)
+    family = {name: type(cost) for name, cost in costs.items()}
+    rows = zip(names, shared.tolist(), strict=True)
+    return {name: family.get(name, PackedCost)(*row) for name, row in rows if any(row)}  # type: ignore[operator]
