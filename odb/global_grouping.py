@@ -21,6 +21,7 @@ MAX_ROUNDS_WAITED = 8
 SHARE_OF_GROUPS = 3 / 4
 SHARE_OF_STEPS = 2 / 3
 INTER_NODE_WEIGHT = 16
+FULL = 0.98
 FIELDS = ("ordinal", "length", "num_label_tokens", "num_bytes", "index", "rounds_waited")
 
 
@@ -77,10 +78,13 @@ class GlobalWindow:
         groups = self._even_groups() if all_ended else self._formed()
         if not all_ended and len(groups) < num_ranks:
             groups = split_groups(groups, self.length, min(num_ranks, len(self)))
-        candidates = groups if all_ended else self._best_filled(groups)
-        steps = self._in_steps(candidates)
-        if not all_ended:
-            steps = self._most_even(steps)
+        if self.budget.layout == "packed":
+            steps = self._by_home(groups)
+            steps = steps if all_ended else steps[: max(1, int(len(steps) * SHARE_OF_GROUPS * SHARE_OF_STEPS))]
+        elif all_ended:
+            steps = self._by_cost(groups)
+        else:
+            steps = self._most_even(self._by_cost(self._best_filled(groups)))
         return [self._assigned(step) for step in steps]
 
     def remove(self, steps: Sequence[Groups]) -> None:
@@ -105,7 +109,7 @@ class GlobalWindow:
         for rank in range(self.topology.num_ranks):
             here = np.flatnonzero(self.rank == rank)
             for group in form_groups(self.length[here], self.budget):
-                is_full = 100 * self._cost(here[group]) >= 99 * self.budget.max_tokens
+                is_full = self._cost(here[group]) >= FULL * self.budget.max_tokens
                 (full if is_full else rest).append(here[group])
         left = np.sort(np.concatenate(rest)) if rest else np.empty(0, dtype=np.int64)
         return full + [left[group] for group in form_groups(self.length[left], self.budget)]
@@ -114,7 +118,7 @@ class GlobalWindow:
         """Everything in as few steps as possible, under the smallest budget that needs no more of them."""
         num_ranks = self.topology.num_ranks
         num_steps = -(-len(form_groups(self.length, self.budget)) // num_ranks)
-        low, high = int(self.length.max()), max(int(self.length.max()), self.budget.max_tokens)
+        low, high = min(int(self.length.max()), self.budget.max_tokens), self.budget.max_tokens
         while low < high:
             middle = (low + high) // 2
             tried = TokenBudget(middle, self.budget.layout, self.budget.max_samples)
@@ -128,23 +132,31 @@ class GlobalWindow:
     def _best_filled(self, groups: Groups) -> Groups:
         num_ranks = self.topology.num_ranks
         count = max(num_ranks, int(len(groups) * SHARE_OF_GROUPS) // num_ranks * num_ranks)
-        fresh = np.array([self.rounds_waited[group].max() < MAX_ROUNDS_WAITED for group in groups])
-        tokens = np.array([self.length[group].sum() for group in groups])
-        chosen = np.lexsort((np.arange(len(groups)), -tokens, fresh))[:count]
-        return [groups[i] for i in np.sort(chosen)]
+        return [groups[i] for i in np.sort(self._by_fill(groups)[:count])]
 
-    def _in_steps(self, groups: Groups) -> list[Groups]:
-        """Runs of one group for each rank, of nearly equal cost; of packed groups, each at home on another rank."""
+    def _by_fill(self, groups: Groups) -> IntArray:
+        """The order of groups: what has waited long, then the fullest."""
+        is_fresh = np.array([self.rounds_waited[group].max() < MAX_ROUNDS_WAITED for group in groups])
+        tokens = np.array([self.length[group].sum() for group in groups])
+        return np.lexsort((np.arange(len(groups)), -tokens, is_fresh))
+
+    def _by_cost(self, groups: Groups) -> list[Groups]:
+        """Steps of groups of nearly equal cost."""
+        order = np.argsort([-self._cost(group) for group in groups], kind="stable")
+        return self._cut([groups[i] for i in order])
+
+    def _by_home(self, groups: Groups) -> list[Groups]:
+        """Steps of groups that are at home on different ranks, the fullest of each rank first."""
+        order = self._by_fill(groups)
+        home = np.array([np.bincount(self.rank[groups[i]]).argmax() for i in order])
+        place = np.empty(len(groups), dtype=np.int64)
+        for rank in range(self.topology.num_ranks):
+            place[home == rank] = np.arange(np.count_nonzero(home == rank))
+        return self._cut([groups[order[i]] for i in np.lexsort((home, place))])
+
+    def _cut(self, groups: Groups) -> list[Groups]:
         num_ranks = self.topology.num_ranks
-        cost = np.array([self._cost(group) for group in groups])
-        by_cost = np.argsort(-cost, kind="stable")
-        if self.budget.layout == "packed":
-            home = np.array([np.bincount(self.rank[group], minlength=num_ranks).argmax() for group in groups])[by_cost]
-            place = np.empty(len(groups), dtype=np.int64)
-            for rank in range(num_ranks):
-                place[home == rank] = np.arange(np.count_nonzero(home == rank))
-            by_cost = by_cost[np.lexsort((home, place))]
-        return [[groups[i] for i in by_cost[start : start + num_ranks]] for start in range(0, len(groups), num_ranks)]
+        return [groups[start : start + num_ranks] for start in range(0, len(groups), num_ranks)]
 
     def _most_even(self, steps: list[Groups]) -> list[Groups]:
         """The steps of most equal cost, but first those in which a sample has waited long."""

@@ -7,6 +7,7 @@ alone: ties keep the order of the window.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from heapq import heapreplace
 
 import numpy as np
 
@@ -14,28 +15,62 @@ from orch.comm.topology import IntArray
 from orch.odb.budget import TokenBudget
 
 Groups = list[IntArray]
+DEALING_SLACK = 1 / 256
 
 
 def form_groups(lengths: IntArray, budget: TokenBudget) -> Groups:
     """Cuts a window of samples into groups that keep the budget.
 
-    Every position is in exactly one group. A sample over budget forms a group of its own. Packed groups are built by
-    best fit, longest first (at most 11/9 of the optimum plus 4 groups; Johnson et al. 1974); padded groups are runs of
-    the sorted lengths, cut from the longest: the fewest groups that any cut allows.
+    Every position is in exactly one group. A sample over budget forms a group of its own.
+
+    Padded groups are runs of the sorted lengths, cut from the longest: the fewest groups that any cut allows. Packed
+    groups are dealt so that each has its share of long and short samples, by longest processing time first (Graham
+    1969), and all are nearly full but the last; where that needs more groups than best fit decreasing (at most 11/9 of
+    the optimum plus 4 groups; Johnson et al. 1974), which puts the long ones together, it is best fit.
 
     Args:
         lengths: int64[n], the length of each sample, in the order of the window.
         budget: When a group is full.
 
     Returns:
-        The groups, in the order in which they were opened: the longest sample's first.
+        The groups; the result depends on the lengths and their order alone.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     if not len(lengths):
         return []
     descending = np.argsort(-lengths, kind="stable")
-    form = _padded_runs if budget.layout == "padded" else _best_fit
-    return [np.sort(group) for group in form(lengths, descending, budget)]
+    if budget.layout == "padded":
+        groups = _padded_runs(lengths, descending, budget)
+    else:
+        fitted, dealt = _best_fit(lengths, descending, budget), _dealt(lengths, budget)
+        groups = dealt if len(dealt) <= len(fitted) else fitted
+    return [np.sort(group) for group in groups]
+
+
+def _dealt(lengths: IntArray, budget: TokenBudget) -> Groups:
+    """As many full groups as the samples make, each with its share of long and short ones; then what is left.
+
+    The samples at the end of the window are left, whatever their lengths, so that none waits for being short.
+    """
+    total = np.cumsum(np.minimum(lengths, budget.max_tokens))
+    num_groups = int(total[-1]) // budget.max_tokens
+    num_dealt = int(np.searchsorted(total, num_groups * budget.max_tokens * (1 - DEALING_SLACK), side="right"))
+    descending = np.argsort(-lengths[:num_dealt], kind="stable")
+    groups: list[list[int]] = [[] for _ in range(num_groups)]
+    loads = [(0, group) for group in range(num_groups)]
+    left: list[int] = []
+    for position, length in zip(descending.tolist(), lengths[descending].tolist(), strict=True):
+        load, group = loads[0]
+        is_open = budget.max_samples is None or len(groups[group]) < budget.max_samples
+        if is_open and (load + length <= budget.max_tokens or not load):
+            groups[group].append(position)
+            heapreplace(loads, (load + length, group))
+        else:
+            left.append(position)
+    rest = np.sort(np.array([*left, *range(num_dealt, len(lengths))], dtype=np.int64))
+    by_length = rest[np.argsort(-lengths[rest], kind="stable")]
+    dealt = [np.array(group, dtype=np.int64) for group in groups if group]
+    return dealt + (_best_fit(lengths, by_length, budget) if len(rest) else [])
 
 
 def _padded_runs(lengths: IntArray, descending: IntArray, budget: TokenBudget) -> Groups:
