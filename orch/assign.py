@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -12,6 +12,7 @@ from orch.config import BalanceConfig, StageConfig
 from orch.dispatch import DispatchProblem, dispatch
 from orch.lengths import ItemLengths, StepLengths
 from orch.memory import LLM
+from orch.weights import SampleWeights, weigh_samples
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,55 +52,64 @@ class Assigner:
         Dealing samples over micro-steps can heap an encoder's items in one of them, which shows only when it is done;
         keeping each sample in the micro-step it was drawn for cannot.
         """
+        lengths = self.lengths
         if self.config.mode != "none":
-            if self.lengths.num_micro_steps > 1:
-                yield self._with_encoders(*self._deal_samples_over_micro_steps())
-            yield self._with_encoders(self._deal_samples_in_micro_steps(), self.lengths.micro_step)
-        encode = {name: self.lengths.home[items.sample] for name, items in self.lengths.stages.items()}
-        yield Assignment(self.lengths.home, self.lengths.micro_step, encode)
+            encode = self._with_encoders(lengths.home, lengths.micro_step, preview=True).encode_rank
+            weights = weigh_samples(lengths, self.config, encode, self.topology.num_ranks)
+            if lengths.num_micro_steps > 1:
+                yield self._with_encoders(*self._deal_samples_over_micro_steps(weights))
+            yield self._with_encoders(self._deal_samples_in_micro_steps(weights), lengths.micro_step)
+        encode = {name: lengths.home[items.sample] for name, items in lengths.stages.items()}
+        yield Assignment(lengths.home, lengths.micro_step, encode)
 
-    def _deal_samples_over_micro_steps(self) -> tuple[IntArray, IntArray]:
+    def _deal_samples_over_micro_steps(self, weights: SampleWeights) -> tuple[IntArray, IntArray]:
         """The rank and the micro-step of each sample: int64[N] each."""
         num_micro_steps = self.lengths.num_micro_steps
-        drawn_bin = self.lengths.home * num_micro_steps + self.lengths.micro_step
         everything = np.arange(self.lengths.num_samples)
-        bins = self._dispatch(self._samples(everything, drawn_bin, num_micro_steps), self.config.llm)
+        bins = self._deal_samples(everything, weights, num_micro_steps, self.lengths.micro_step)
         return bins // num_micro_steps, bins % num_micro_steps
 
-    def _deal_samples_in_micro_steps(self) -> IntArray:
+    def _deal_samples_in_micro_steps(self, weights: SampleWeights) -> IntArray:
         """The rank of each sample: int64[N]."""
         rank = self.lengths.home.copy()
         for micro_step in range(self.lengths.num_micro_steps):
             chosen = np.flatnonzero(self.lengths.micro_step == micro_step)
-            rank[chosen] = self._dispatch(self._samples(chosen, rank[chosen], 1), self.config.llm)
+            rank[chosen] = self._deal_samples(chosen, weights, 1, np.zeros_like(chosen))
         return rank
 
-    def _samples(self, chosen: IntArray, home: IntArray, bins_per_rank: int) -> DispatchProblem:
+    def _deal_samples(
+        self, chosen: IntArray, weights: SampleWeights, bins_per_rank: int, micro_step: IntArray
+    ) -> IntArray:
+        """The bin of each chosen sample: int64[n]."""
         llm = self.config.llm
-        return DispatchProblem(
+        problem = DispatchProblem(
             lengths=self.lengths.llm_length[chosen],
-            home=home,
+            home=self.lengths.home[chosen] * bins_per_rank + micro_step,
             topology=self.topology,
             cost=llm.cost_model,
             bins_per_rank=bins_per_rank,
             layout=llm.layout,
             cap=self.caps[LLM],
-            move_bytes=sample_bytes(self.lengths, self.config)[chosen],
+            move_bytes=weights.move_bytes[chosen],
+            target=weights.target[chosen] * bins_per_rank + micro_step,
+            target_bytes=weights.target_bytes[chosen],
         )
+        return self._dispatch(problem, llm)
 
-    def _with_encoders(self, llm_rank: IntArray, micro_step: IntArray) -> Assignment:
-        """Adds the rank that encodes each item, as the mode says."""
+    def _with_encoders(self, llm_rank: IntArray, micro_step: IntArray, *, preview: bool = False) -> Assignment:
+        """Adds the rank that encodes each item, as the mode says.
+
+        A preview leaves alone the stages whose dispatcher does not look at where samples go.
+        """
         encode = {}
         for name, items in self.lengths.stages.items():
-            if self.config.mode == "pre":
-                encode[name] = llm_rank[items.sample]
-            else:
-                encode[name] = self.lengths.home[items.sample]
-            if self.config.mode == "post":
+            stage = self.config.stage(name)
+            encode[name] = (llm_rank if self.config.mode == "pre" else self.lengths.home)[items.sample]
+            if self.config.mode == "post" and not (preview and stage.dispatcher_name != "local"):
                 for value in range(self.lengths.num_micro_steps):
                     chosen = np.flatnonzero(micro_step[items.sample] == value)
                     problem = self._items(name, items, chosen, encode[name], llm_rank[items.sample])
-                    encode[name][chosen] = self._dispatch(problem, self.config.stage(name))
+                    encode[name][chosen] = self._dispatch(replace(problem, rough=preview), stage)
         return Assignment(llm_rank, micro_step, encode)
 
     def _items(
@@ -120,11 +130,3 @@ class Assigner:
 
     def _dispatch(self, problem: DispatchProblem, stage: StageConfig) -> IntArray:
         return dispatch(problem, stage.dispatcher_name, placement=self.config.placement)
-
-
-def sample_bytes(lengths: StepLengths, config: BalanceConfig) -> IntArray:
-    """Bytes that moving a sample costs: int64[N], its own and, for each item, raw or encoded, whichever is less."""
-    total = lengths.num_bytes.copy()
-    for name, items in lengths.stages.items():
-        np.add.at(total, items.sample, np.minimum(items.num_bytes, items.num_rows * config.stage(name).row_bytes))
-    return total

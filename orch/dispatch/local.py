@@ -61,7 +61,9 @@ def dispatch_local(problem: DispatchProblem) -> IntArray:
     ):
         if place_of_bin[-1] > parent_of_bin[-1]:
             bins = _Level.of(problem, place_of_bin, parent_of_bin, bins).settle(costs, inner)
-    within_nodes = Limits(goal, group=node_of_bin)
+    if problem.rough:
+        return bins
+    within_nodes = Limits(goal, group=node_of_bin, patience=3)
     bins = polish(costs, bins, problem.num_bins, within_nodes)
     bins = polish(costs, _deal_hard_nodes_anew(costs, bins, node_of_bin, goal), problem.num_bins, within_nodes)
     if node_of_bin[-1] > 0:

@@ -10,14 +10,15 @@ import numpy as np
 
 from orch.comm.topology import IntArray
 
+_SMALL = 256  # below this, one call is faster than cheap work in many
 _RADIX_KEYS = 1 << 16  # numpy sorts 16-bit integers by radix
 
 
 def ascending(*keys: IntArray) -> IntArray:
     """Positions in rising order of the keys, the first key being the most significant; ties by position: int64[N]."""
     size = len(keys[0])
-    if size < 2:
-        return np.arange(size, dtype=np.int64)
+    if size < _SMALL:
+        return np.lexsort(keys[::-1])
     lows = [int(key.min()) for key in keys]
     ranges = [int(key.max()) - low for key, low in zip(keys, lows, strict=True)]
     bits = size.bit_length()

@@ -20,7 +20,6 @@ _NEVER = np.iinfo(np.int64).max
 _FEW_ITEMS = 10  # of a pair of bins; 2^9 ways to split them
 _WORK_OF_SPLITS = 32  # trying them all, counted in items looked at
 _EXACT = 1 << 49  # sums of so few costs below this are exact in float64
-_PATIENCE = 12  # rounds in which the largest load does not fall
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,11 +29,13 @@ class Limits:
     Attributes:
         goal: Bins up to this load are left alone.
         group: int64[bins], nondecreasing; items stay within their group of bins (a node, say). None for one group.
+        patience: How many rounds in a row may fail to lower the largest load.
         max_work: The budget, in items looked at over all rounds.
     """
 
     goal: int
     group: IntArray | None = None
+    patience: int = 12
     max_work: int = 1_000_000
 
 
@@ -58,7 +59,7 @@ def polish(costs: IntArray, bin_of_item: IntArray, num_bins: int, limits: Limits
     group = limits.group if limits.group is not None else np.zeros(num_bins, dtype=np.int64)
     state = _State(costs[order], bin_of_item[order], loads, group)
     work, stale = 0, 0
-    while largest > limits.goal and stale <= _PATIENCE and work < limits.max_work:
+    while largest > limits.goal and stale <= limits.patience and work < limits.max_work:
         # The upper half of what is above the goal: the rest is worth no work before these have come down.
         pairs = state.pair(floor=(limits.goal + largest) // 2, shift=3 * stale * stale)
         work += state.improve(pairs) + 2 * num_bins + len(costs) // 4
@@ -114,10 +115,11 @@ class _State:
         pair, in_full = tag[items] % len(pairs), tag[items] < len(pairs)
         few = (np.bincount(pair, minlength=len(pairs)) <= _FEW_ITEMS) & bool(self.costs[-1] < _EXACT)
         split = few[pair]
-        self._split(pairs, items[split], pair[split])
-        self._swap(
-            pairs, items[in_full & ~split], pair[in_full & ~split], items[~in_full & ~split], pair[~in_full & ~split]
-        )
+        if few.any():
+            self._split(pairs, items[split], pair[split])
+        if not few.all():
+            gives, takes = in_full & ~split, ~in_full & ~split
+            self._swap(pairs, items[gives], pair[gives], items[takes], pair[takes])
         return len(items) + _WORK_OF_SPLITS * int(few.sum())
 
     def _swap(self, pairs: _Pairs, leaves: IntArray, pair: IntArray, others: IntArray, pair_of_other: IntArray) -> None:

@@ -25,6 +25,7 @@ class DispatchProblem:
         move_bytes: int64[N], bytes that leave the rank with an item.
         target: int64[N], the bin whose rank needs the item's output; None where it is `home`.
         target_bytes: int64[N], bytes of the output, which go from the item's bin to `target`.
+        rough: Whether it is enough to know about where items will go; loads may then exceed the target.
     """
 
     lengths: IntArray
@@ -37,6 +38,7 @@ class DispatchProblem:
     move_bytes: IntArray | None = None
     target: IntArray | None = None
     target_bytes: IntArray | None = None
+    rough: bool = False
 
     def item_costs(self, dispatcher: str) -> IntArray:
         """Cost of each item: int64[N].

@@ -11,6 +11,7 @@ from orch.comm.topology import IntArray
 from orch.cost import sum_by_bin
 from orch.dispatch.order import ascending, run_starts
 
+_STEPS = 5  # items that do not fit, in one bin
 _EXPENSIVE = np.iinfo(np.int64).max
 
 
@@ -19,7 +20,8 @@ def pick_surplus(costs: IntArray, prices: IntArray, bin_of_item: IntArray, exces
 
     The minimum knapsack by Gens and Levner (1979), all bins at once: take items, those cheap for their cost first,
     as long as they fit into what is left to go; at each item that does not, the cheapest one that covers all that is
-    left would end the search; of all such ends the cheapest is taken, at no more than twice the least price.
+    left would end the search; of all such ends the cheapest is taken, at no more than twice the least price. (Here the
+    search is over after a few such items at the latest: later ends were never found to be cheaper.)
 
     Args:
         costs: int64[N], not negative.
@@ -36,12 +38,12 @@ def pick_surplus(costs: IntArray, prices: IntArray, bin_of_item: IntArray, exces
         return items
     search = _Search.of(costs[items], prices[items], bin_of_item[items], excess)
     rest = ascending(search.bins, _coarse(prices[items] / costs[items]), -search.costs)
-    for step in range(len(items)):
+    for step in range(_STEPS):
         search.end(step)
         rest = search.take(rest, step)
         if not len(rest):
-            search.end(step + 1)
             break
+    search.end(step + 1)
     return items[search.chosen()]
 
 

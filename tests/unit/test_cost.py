@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orch.cost import AdditiveCost, PackedCost, PaddedCost, PaddedLikeCost, RectangleFrontCost, batch_tokens
@@ -31,6 +31,7 @@ def reference(model, lengths: list[int]) -> float:
     return packed + (model.front * n * longest if isinstance(model, RectangleFrontCost) else 0.0)
 
 
+@settings(deadline=None)
 @pytest.mark.parametrize("model", MODELS)
 @given(batches=st.lists(st.lists(st.integers(0, 4000), max_size=5), min_size=1, max_size=4))
 def test_loads_follow_the_formula_up_to_one_scale(model, batches):
