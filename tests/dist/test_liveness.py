@@ -201,7 +201,7 @@ import os, signal, sys, time
 from datetime import timedelta
 import torch, torch.distributed as dist
 from orch.comm.liveness import Liveness, LivenessConfig
-rank, port, fate = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+rank, port, fate = int(os.environ["RANK"]), sys.argv[1], sys.argv[2]
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 dist.init_process_group(
     "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=3, timeout=timedelta(seconds=8)
@@ -222,23 +222,39 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("fate", ["none", "SIGKILL", "SIGSTOP", "raise"])
-def test_rank_0_hosts_the_store_of_real_interpreters(tmp_path, fate):
-    """Whole interpreters: the excepthook, the exit handler, and no hang at exit."""
+@pytest.mark.parametrize("fate", ["SIGKILL", "SIGSTOP"])
+def test_the_rank_that_hosts_the_store_is_named_when_it_is_lost(fate, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train.py", str(_free_port()), fate])
+
+    def fn():
+        exec(compile(TCP, "train.py", "exec"), {})
+
+    _, *others = run_ranks(fn, 3, expect_failure=True, timeout_s=40, init_process_group=False)
+    for outcome in others:
+        assert not outcome.hung
+        assert outcome.exit_code == 1
+        assert "rank 0 is lost" in outcome.stderr
+
+
+@pytest.mark.parametrize("fate", ["none", "raise"])
+def test_whole_interpreters_end_at_exit(tmp_path, fate):
+    """The excepthook, the exit handler, and no hang at exit; rank 0, which fails, hosts the store."""
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(TCP))
     port = str(_free_port())
     ranks = [
         subprocess.Popen(
-            [sys.executable, script, str(rank), port, fate], stderr=subprocess.PIPE, text=True, env=_one_thread()
+            [sys.executable, script, port, fate],
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "RANK": str(rank)},
         )
         for rank in range(3)
     ]
     try:
         texts = {rank: ranks[rank].communicate(timeout=45)[1] for rank in (1, 2)}
         codes = [ranks[rank].returncode for rank in (1, 2)]
-        if fate != "SIGSTOP":
-            ranks[0].wait(timeout=10)
+        ranks[0].wait(timeout=10)
     finally:
         for process in ranks:
             process.kill()
@@ -249,11 +265,7 @@ def test_rank_0_hosts_the_store_of_real_interpreters(tmp_path, fate):
         return
     assert 0 not in codes
     for text in texts.values():
-        assert ("KeyError: 'sample 17'" if fate == "raise" else "rank 0 is lost") in text, text
-
-
-def _one_thread() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1"}
+        assert "rank 0 failed in step 1, train: KeyError: 'sample 17'" in text, text
 
 
 def _free_port() -> int:
