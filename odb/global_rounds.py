@@ -139,13 +139,14 @@ class GlobalRounds:
         source = window.rank[moving]
         sent = self.context.buffer.pop(window.ordinal[moving[source == self.context.peers.rank]])
         ways = Rearrangement(Layout(source, num_ranks), Layout(target, num_ranks))
-        parcels = exchange_parcels(
-            [entry.data for entry in sent],
-            ways,
-            window.num_bytes[moving],
-            self.context.peers.rank,
-            self.context.peers.group,
-        )
+        with self.context.peers.explaining():
+            parcels = exchange_parcels(
+                [entry.data for entry in sent],
+                ways,
+                window.num_bytes[moving],
+                self.context.peers.rank,
+                self.context.peers.group,
+            )
         positions = moving[target == self.context.peers.rank].tolist()
         return {i: self._arrived(i, data) for i, data in zip(positions, parcels, strict=True)}
 

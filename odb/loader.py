@@ -20,6 +20,7 @@ from orch.odb.feed import Feed
 from orch.odb.global_grouping import GlobalWindow
 from orch.odb.global_rounds import GlobalRounds
 from orch.odb.grouping import form_groups
+from orch.odb.heartbeat import DEFAULT_LOST_AFTER_S
 from orch.odb.measure import LengthFn
 from orch.odb.peers import join_peers
 from orch.odb.pipeline import Pipeline
@@ -74,6 +75,7 @@ class ODBDataLoader:
         group: Data-parallel process group; by default the world.
         rank: Given with `world_size` if not that of `group`, e.g. 0 of 1 for a loader on one rank only.
         world_size: Number of ranks that share the data.
+        lost_after_s: A rank that is silent for so long counts as lost. One that is late, but alive, is waited for.
         batch_size: Only 1 or None: the loader forms the batches.
         pin_memory: Pin batches, where there is a GPU.
         **dataloader_kwargs: For the workers, as torch's DataLoader takes them: `num_workers`, `persistent_workers`,
@@ -115,6 +117,7 @@ class ODBDataLoader:
         group: ProcessGroup | None = None,
         rank: int | None = None,
         world_size: int | None = None,
+        lost_after_s: float = DEFAULT_LOST_AFTER_S,
         batch_size: int | None = 1,
         pin_memory: bool = False,
         prefetch_factor: int | None = None,
@@ -127,7 +130,7 @@ class ODBDataLoader:
         self.dataset, self.sampler, self.collate_fn = dataset, sampler, collate_fn
         self.join, self.accumulation_steps, self.pin_memory = join, accumulation_steps, pin_memory
         self.shuffle, self.seed, self.num_workers = shuffle, seed, dataloader_kwargs.get("num_workers", 0)
-        self.peers = join_peers(group, rank, world_size)
+        self.peers = join_peers(group, rank, world_size, lost_after_s)
         self.topology = topology or Topology(self.peers.num_ranks)
         self.order = order_of(
             dataset, sampler, shuffle=shuffle, seed=seed, rank=self.peers.rank, num_ranks=self.peers.num_ranks
@@ -222,11 +225,16 @@ class ODBDataLoader:
         self.epoch = self._resumed.epoch
 
     def close(self) -> None:
-        """Stops what runs in the background; the loader can be iterated anew."""
+        """Stops what runs in the background; the loader can be iterated anew.
+
+        Raises:
+            RankLostError: If a rank is gone, without which the others cannot stop together.
+        """
         if self._pipeline is not None:
-            self._pipeline.close()
-            self._pipeline.join()
-            self._pipeline = None
+            pipeline, self._pipeline = self._pipeline, None
+            pipeline.close()
+            while not pipeline.join(1.0):
+                self.peers.check()
 
     def _start(self, builder: BatchBuilder | SampleBuilder, grouping: Grouping, *, exchanges: bool) -> LoaderIterator:
         self.close()
@@ -239,7 +247,7 @@ class ODBDataLoader:
         rounds: LocalRounds | GlobalRounds = LocalRounds(context, GroupingWindow(self.budget), begin.num_rounds)
         if grouping == "global":
             rounds = GlobalRounds(context, GlobalWindow(self.budget, self.topology), exchanges, begin.num_rounds)
-        self._pipeline = Pipeline(builder.deliver(iter(rounds)), stop, run.close)
+        self._pipeline = Pipeline(builder.deliver(iter(rounds)), stop, run.close, self.peers.check)
         return LoaderIterator(self, self._pipeline, rounds)
 
     def _note_end(self, rounds: LocalRounds | GlobalRounds, num_micro_steps: int) -> None:

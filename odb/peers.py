@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +12,9 @@ from torch.distributed import ProcessGroup
 from orch.comm.gather import RankFailedError, Status, gather, gather_status
 from orch.comm.groups import get_rank, get_world_size, new_cpu_group
 from orch.comm.topology import IntArray
+from orch.odb.heartbeat import DEFAULT_LOST_AFTER_S, Heartbeat
+
+LONGEST_WAIT_S = 7 * 86400.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -22,22 +25,51 @@ class Peers:
         rank: This rank.
         num_ranks: All of them.
         group: A CPU group that the loader alone uses; None for a single rank.
+        heartbeat: Tells who is alive; None for a single rank.
     """
 
     rank: int
     num_ranks: int
     group: ProcessGroup | None = None
+    heartbeat: Heartbeat | None = None
 
     def gather(self, values: Sequence[int] | IntArray) -> list[IntArray]:
         """One int64 vector from each rank.
 
         Raises:
             RankFailedError: On all ranks, if one told of a failure instead.
+            RankLostError: If a rank is gone.
         """
         vector = np.asarray(values, dtype=np.int64)
         if self.num_ranks == 1:
             return [vector]
-        return gather(vector, Status.OK, "", self.group, label="odb").values
+        with self.explaining():
+            return gather(vector, Status.OK, "", self.group, label="odb").values
+
+    @contextlib.contextmanager
+    def explaining(self) -> Iterator[None]:
+        """Around a collective: says which rank is gone where the backend says that a connection is.
+
+        Raises:
+            RankLostError: If the collective fails.
+        """
+        try:
+            yield
+        except RankFailedError:
+            raise
+        except RuntimeError as error:
+            if self.heartbeat is None:
+                raise
+            raise self.heartbeat.explain(error) from error
+
+    def check(self) -> None:
+        """Looks whether all ranks are alive; call it now and then while waiting.
+
+        Raises:
+            RankLostError: If one has been silent for too long.
+        """
+        if self.heartbeat is not None:
+            self.heartbeat.check()
 
     def tell_failure(self, message: str) -> None:
         """Meets the others' `gather`, which raises there and names this rank."""
@@ -47,13 +79,16 @@ class Peers:
             gather_status(Status.FAILED, message, self.group, label="odb")
 
 
-def join_peers(group: ProcessGroup | None, rank: int | None, num_ranks: int | None) -> Peers:
+def join_peers(
+    group: ProcessGroup | None, rank: int | None, num_ranks: int | None, lost_after_s: float = DEFAULT_LOST_AFTER_S
+) -> Peers:
     """The ranks that share the data, with a new CPU group of their own; all of them call it.
 
     Args:
         group: The data-parallel group; None for the world.
         rank: This rank, if not as `group` says; only 0 of 1 differs in that.
         num_ranks: Given with `rank`.
+        lost_after_s: A rank that is silent for so long counts as lost; one that is late is waited for.
 
     Raises:
         ValueError: If the two are not given together, or do not fit `group`.
@@ -68,4 +103,8 @@ def join_peers(group: ProcessGroup | None, rank: int | None, num_ranks: int | No
             f"`rank` and `world_size` must be those of `group`, {known[0]} of {known[1]}, or 0 of 1, "
             f"but are {rank} of {num_ranks} instead."
         )
-    return Peers(rank, num_ranks, new_cpu_group(group) if num_ranks > 1 else None)
+    if num_ranks == 1:
+        return Peers(rank, num_ranks)
+    own = new_cpu_group(group, timeout_s=LONGEST_WAIT_S)
+    assert own is not None
+    return Peers(rank, num_ranks, own, Heartbeat(own, rank, lost_after_s))

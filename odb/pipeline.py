@@ -28,10 +28,17 @@ class Pipeline(Generic[T]):
         rounds: Makes the rounds; consumed by the thread.
         stop: Set by `close`; the rounds are expected to end soon after.
         release: Called at last, by the thread.
+        check: Called now and then while the taker waits; may raise to it.
     """
 
-    def __init__(self, rounds: Iterator[list[T]], stop: threading.Event, release: Callable[[], None]) -> None:
-        self._rounds, self._stop, self._release = rounds, stop, release
+    def __init__(
+        self,
+        rounds: Iterator[list[T]],
+        stop: threading.Event,
+        release: Callable[[], None],
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._rounds, self._stop, self._release, self._check = rounds, stop, release, check
         self._items: queue.SimpleQueue[T | _End] = queue.SimpleQueue()
         self._taken = threading.Condition()
         self._ended = False
@@ -70,6 +77,7 @@ class Pipeline(Generic[T]):
                 return self._items.get(timeout=_POLL_S)
             if not self._thread.is_alive() and self._items.empty():
                 return _End(RuntimeError("The loader's thread ended without a result."))
+            self._check()
 
     def _work(self) -> None:
         error: BaseException | None = None
