@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from scipy.optimize import linprog
 
 from orch.comm.placement import METHODS, Traffic, place_batches
-from orch.comm.placement_search import assign_nodes
+from orch.comm.placement_ilp import solve_ilp
+from orch.comm.placement_search import _SwapSearch, assign_nodes
 from orch.comm.topology import Topology
 
 
@@ -65,13 +66,30 @@ def test_is_a_permutation_deterministic_and_never_worse_than_identity(instance, 
 
 @settings(max_examples=40, deadline=None)
 @given(instances(max_ranks=6))
-def test_ilp_equals_brute_force(instance):
+def test_ilp_by_itself_equals_brute_force(instance):
+    entries, topology = instance
+    traffic = Traffic.of(*entries, topology)
+    orders = itertools.permutations(topology.node_of_rank.tolist())
+    least = min(traffic.largest_volume(np.array(nodes)) for nodes in set(orders))
+    worst = topology.node_of_rank[::-1].copy()
+    assert least <= traffic.largest_volume(solve_ilp(traffic, worst)) <= least + _tolerance(traffic)
+
+
+@settings(max_examples=30, deadline=None)
+@given(instances(max_ranks=6))
+def test_placement_equals_brute_force(instance):
     entries, topology = instance
     least = min(
         _largest_volume(np.array(order), *entries, topology)
         for order in itertools.permutations(range(topology.num_ranks))
     )
-    assert _largest_volume(place_batches(*entries, topology, method="ilp"), *entries, topology) == least
+    placed = _largest_volume(place_batches(*entries, topology, method="ilp"), *entries, topology)
+    assert least <= placed <= least + _tolerance(Traffic.of(*entries, topology))
+
+
+def _tolerance(traffic: Traffic) -> float:
+    """The solver's tolerance of 1e-6, in bytes."""
+    return 3e-6 * max(traffic.of_batch.max(), traffic.of_source.max())
 
 
 @pytest.mark.parametrize(("num_ranks", "ranks_per_node"), [(6, 2), (7, 3), (7, 4)])
@@ -85,6 +103,24 @@ def test_realistic_small_worlds_against_brute_force(num_ranks, ranks_per_node, s
     searched = place_batches(*entries, topology, method="assignment")
     assert _largest_volume(exact, *entries, topology) == least
     assert _largest_volume(searched, *entries, topology) <= 1.15 * least
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_every_swap_lowers_the_largest_volume_and_keeps_the_books(seed):
+    topology = Topology(22, 4)
+    traffic = Traffic.of(*_instance(22, 8, seed), topology)
+    search = _SwapSearch(traffic, topology.node_of_rank)
+    before = traffic.largest_volume(search.node_of_batch)
+    num_swaps = 0
+    while search.swap_once():
+        num_swaps += 1
+        assert np.array_equal(search._sent[:22], traffic.sent(search.node_of_batch))
+        assert np.array_equal(search._received, traffic.received(search.node_of_batch))
+        assert np.array_equal(search._local, search._bytes_in_own_node())
+        assert traffic.largest_volume(search.node_of_batch) <= before
+        assert num_swaps < 500
+    assert num_swaps > 3
+    assert traffic.largest_volume(search.node_of_batch) < 0.9 * before
 
 
 @given(instances())
