@@ -8,12 +8,14 @@ from __future__ import annotations
 import numpy as np
 
 from orch.comm.topology import IntArray
+from orch.cost import sum_by_bin
 from orch.dispatch.bounds import least_load
 from orch.dispatch.deal import deal
 from orch.dispatch.polish import Limits, polish
 from orch.dispatch.problem import DispatchProblem
 
-_CLOSE = 14  # a load within 2^-14 (0.006 %) of the lower bound is good enough
+_PATIENCE = 24
+_FEW_ITEMS = 4096
 
 
 def dispatch_greedy(problem: DispatchProblem) -> IntArray:
@@ -32,6 +34,15 @@ def dispatch_greedy(problem: DispatchProblem) -> IntArray:
     bin_of_item = problem.home.copy()
     items = np.flatnonzero(costs)
     dealt, _ = deal(costs[items], np.zeros(problem.num_bins, dtype=np.int64))
-    bound = least_load(costs, problem.num_bins)
+    limits = Limits(least_load(costs, problem.num_bins), patience=_PATIENCE)
     bin_of_item[items] = dealt
-    return polish(costs, bin_of_item, problem.num_bins, Limits(bound + (bound >> _CLOSE)))
+    bin_of_item = polish(costs, bin_of_item, problem.num_bins, limits)
+    largest = _largest(costs, bin_of_item, problem.num_bins)
+    if largest > limits.goal and len(costs) <= _FEW_ITEMS:  # where there are few swaps, another start finds others
+        other = polish(costs, problem.home, problem.num_bins, limits)
+        return other if _largest(costs, other, problem.num_bins) < largest else bin_of_item
+    return bin_of_item
+
+
+def _largest(costs: IntArray, bin_of_item: IntArray, num_bins: int) -> int:
+    return int(sum_by_bin(costs, bin_of_item, num_bins).max())

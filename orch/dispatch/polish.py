@@ -60,8 +60,10 @@ def polish(costs: IntArray, bin_of_item: IntArray, num_bins: int, limits: Limits
     state = _State(costs[order], bin_of_item[order], loads, group)
     work, stale = 0, 0
     while largest > limits.goal and stale <= limits.patience and work < limits.max_work:
-        # The upper half of what is above the goal: the rest is worth no work before these have come down.
-        pairs = state.pair(floor=(limits.goal + largest) // 2, shift=3 * stale * stale)
+        # The upper half of what is above the goal first: the rest is worth no work before these have come down. But
+        # where nothing helps, other pairs may change what the fullest bin can be paired with.
+        floor = (limits.goal + largest) // 2 if stale % 3 == 0 else limits.goal
+        pairs = state.pair(floor, shift=stale * stale)
         work += state.improve(pairs) + 2 * num_bins + len(costs) // 4
         stale = stale + 1 if int(loads.max()) == largest else 0
         largest = int(loads.max())
@@ -91,16 +93,20 @@ class _State:
     group: IntArray
 
     def pair(self, floor: int, shift: int) -> _Pairs:
-        """In each group of n bins, pairs the i-th fullest with the (i + shift)-th emptiest, for i < n / 2."""
+        """In each group of n bins, pairs the i-th of m above the floor with the (i + shift)-th emptiest of the others.
+
+        At most half of the bins of a group count as above the floor.
+        """
         order = ascending(self.group, self.loads)
-        size = np.bincount(self.group)
-        first = (np.cumsum(size) - size)[self.group[order]]
-        size = size[self.group[order]]
-        height = first + size - 1 - np.arange(len(order))  # 0 for the fullest of its group
-        upper = np.flatnonzero(height < size // 2)
-        full = order[upper]
-        empty = order[first[upper] + (height[upper] + shift) % (size[upper] // 2)]
-        useful = (self.loads[full] > floor) & (self.loads[empty] < self.loads[full])
+        group = self.group[order]
+        size = np.bincount(group)
+        first = np.cumsum(size) - size
+        height = (first + size)[group] - 1 - np.arange(len(order))  # 0 for the fullest of its group
+        upper = np.flatnonzero((height < size[group] // 2) & (self.loads[order] > floor))
+        others = size - np.bincount(group[upper], minlength=len(size))
+        of_group = group[upper]
+        full, empty = order[upper], order[first[of_group] + (height[upper] + shift) % others[of_group]]
+        useful = self.loads[empty] < self.loads[full]
         return _Pairs(full[useful], empty[useful])
 
     def improve(self, pairs: _Pairs) -> int:

@@ -1,0 +1,91 @@
+"""Lower bounds that are too slow for the planner: what fractional patterns of items allow (Gilmore and Gomory 1961).
+
+A bin of capacity C holds a pattern of item sizes. If even fractions of patterns need more than the bins there are,
+then C is infeasible. Solved by column generation; its dual prices prove the bound, whatever the solver's tolerance: a
+pattern is worth at most `best`, so the items' total worth over `best` is a number of bins that are needed.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+from scipy.optimize import linprog
+
+from orch.comm.topology import IntArray
+
+MAX_SIZES = 60  # different sizes
+MAX_UNITS = 60_000  # capacity over the sizes' greatest common divisor
+_MAX_COLUMNS = 400
+
+
+def proven_load(costs: IntArray, num_bins: int, bound: int, found: int) -> int:
+    """The largest load that is proven necessary, between a known bound and a load that was found.
+
+    Args:
+        costs: int64[N].
+        num_bins: Number of bins.
+        bound: A lower bound.
+        found: The largest load of some layout.
+
+    Returns:
+        At least `bound`; more only where there are few different sizes.
+    """
+    sizes, counts = np.unique(costs[costs > 0], return_counts=True)
+    if not len(sizes) or len(sizes) > MAX_SIZES:
+        return bound
+    unit = int(np.gcd.reduce(sizes))
+    if found // unit > MAX_UNITS:
+        return bound
+    low, high = -(-bound // unit), found // unit  # loads are multiples of the unit
+    while low < high:
+        middle = (low + high) // 2
+        if _bins_needed(sizes // unit, counts, middle) > num_bins * (1 + 1e-9):
+            low = middle + 1
+        else:
+            high = middle
+    return low * unit
+
+
+def _bins_needed(sizes: IntArray, counts: IntArray, capacity: int) -> float:
+    """A proven lower bound on the number of bins of a capacity."""
+    if int(sizes.max()) > capacity:
+        return float("inf")
+    patterns = [
+        np.eye(len(sizes), dtype=np.float64)[i] * min(capacity // size, counts[i]) for i, size in enumerate(sizes)
+    ]
+    proven = 0.0
+    for _ in range(_MAX_COLUMNS):
+        table = np.array(patterns).T
+        result = linprog(np.ones(table.shape[1]), A_ub=-table, b_ub=-counts, method="highs")
+        worth = -result.ineqlin.marginals
+        best, pattern = _best_pattern(sizes, counts, worth, capacity)
+        proven = max(proven, float(worth @ counts) / max(best, 1e-12))
+        if best <= 1 + 1e-7:
+            break
+        patterns.append(pattern)
+    return proven
+
+
+def _best_pattern(
+    sizes: IntArray, counts: IntArray, worth: npt.NDArray[np.float64], capacity: int
+) -> tuple[float, npt.NDArray[np.float64]]:
+    """The pattern of the most worth that fits, by dynamic programming over the capacity."""
+    values = np.zeros(capacity + 1)
+    tables = []
+    for size, count, price in zip(sizes.tolist(), counts.tolist(), worth.tolist(), strict=True):
+        tables.append(values)
+        best = values
+        for copies in range(1, min(capacity // size, count) + 1):
+            shifted = np.full_like(values, -1.0)
+            shifted[copies * size :] = values[: capacity + 1 - copies * size] + copies * price
+            best = np.maximum(best, shifted)
+        values = best
+    pattern, left = np.zeros(len(sizes)), int(np.argmax(values))
+    total, value = float(values[left]), float(values[left])
+    for index in range(len(sizes) - 1, -1, -1):
+        for copies in range(min(left // int(sizes[index]), int(counts[index])) + 1):
+            rest = left - copies * int(sizes[index])
+            if abs(tables[index][rest] + copies * worth[index] - value) < 1e-9:
+                pattern[index], left, value = copies, rest, float(tables[index][rest])
+                break
+    return total, pattern
