@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 from torch.profiler import record_function
 
 from orch.comm.collective_log import log_collective
-from orch.comm.groups import get_world_size
+from orch.comm.groups import all_gather_single, get_world_size
 from orch.comm.layout import Exchange
 from orch.comm.topology import IntArray
 
@@ -227,7 +227,7 @@ def _start_all_gather(buffer: Tensor, exchange: Exchange, group: ProcessGroup | 
     padded[: len(buffer)] = buffer
     gathered = buffer.new_empty(num_ranks * exchange.most_sent, buffer.shape[1])
     log_collective("all_gather", label, padded.numel())
-    work = dist.all_gather_into_tensor(gathered, padded, group=group, async_op=True)
+    work = all_gather_single(gathered, padded, group, async_op=True)
     starts = np.arange(num_ranks, dtype=np.int64) * exchange.most_sent + exchange.recv_starts
     mine = torch.from_numpy(_ranges(starts, exchange.recv_splits)).to(buffer.device, non_blocking=True)
     return lambda: _waited(work, gathered, padded).index_select(0, mine)

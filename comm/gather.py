@@ -10,11 +10,10 @@ from enum import IntEnum
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from orch.comm.collective_log import log_collective
-from orch.comm.groups import get_global_ranks, get_world_size
+from orch.comm.groups import all_gather_single, get_global_ranks, get_world_size
 from orch.comm.topology import IntArray
 
 MAX_MESSAGE_BYTES = 65536
@@ -140,7 +139,7 @@ def _all_gather(words: IntArray, group: ProcessGroup | None, label: str) -> IntA
         return words[None]
     log_collective("all_gather", label, words.nbytes)
     rows = torch.empty(num_ranks * len(words), dtype=torch.int64)
-    dist.all_gather_into_tensor(rows, torch.from_numpy(words), group=group)
+    all_gather_single(rows, torch.from_numpy(words), group)
     return rows.numpy().reshape(num_ranks, len(words))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 DEFAULT_TIMEOUT_S = 600.0
@@ -59,6 +60,14 @@ def new_cpu_group(parent: ProcessGroup | None = None, *, timeout_s: float = DEFA
     if ranks != sorted(ranks):
         raise ValueError(f"`parent` must hold its ranks in ascending order, but holds {ranks} instead.")
     return dist.new_group(ranks, backend="gloo", timeout=timeout, use_local_synchronization=True)
+
+
+def all_gather_single(
+    output: Tensor, values: Tensor, group: ProcessGroup | None = None, *, async_op: bool = False
+) -> dist.Work | None:
+    """Gathers equal tensors of all ranks into one, under the name that the installed torch has for it."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return gather(output, values, group=group, async_op=async_op)
 
 
 def destroy_group(group: ProcessGroup | None) -> None:
