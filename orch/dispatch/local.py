@@ -37,38 +37,48 @@ def dispatch_local(problem: DispatchProblem) -> IntArray:
     Padded batches are cut within each node (`local_padded`).
 
     Args:
-        problem: `move_bytes` (the length where None), `target` and `target_bytes` say what a
-            move takes.
+        problem: `move_bytes` (the lengths where None), `target` and `target_bytes` say what a move takes.
 
     Returns:
         int64[N], the bin of each item; its largest load is at most 1 + 1/108 of the least possible one wherever the
-        items allow it, and never more than `greedy` would have by more than that.
+        items allow it, and never larger than that of `greedy` by more than that.
     """
     if not isinstance(problem.cost, AdditiveCost):
         return search_within_nodes(problem)
     costs = problem.cost.item_costs(problem.lengths)
     bound = least_load(costs, problem.num_bins)
-    goal, inner = bound + bound // _SLACK, bound + bound // _INNER_SLACK
-    node_of_rank, bins_per_rank = problem.topology.node_of_rank, problem.bins_per_rank
-    node_of_bin = np.repeat(node_of_rank, bins_per_rank)
-    rank_of_bin = np.arange(problem.num_bins) // bins_per_rank
-    everywhere = np.zeros(len(costs), dtype=np.int64)
-    bins = everywhere  # the place of each item at the level reached: first the cluster, last the bin
-    for place_of_bin, parent_of_bin in (
-        (node_of_bin, np.zeros_like(node_of_bin)),
-        (rank_of_bin, node_of_bin),
-        (np.arange(problem.num_bins), rank_of_bin),
-    ):
-        if place_of_bin[-1] > parent_of_bin[-1]:
-            bins = _Level.of(problem, place_of_bin, parent_of_bin, bins).settle(costs, inner)
+    bins = _settle_level_by_level(problem, costs, bound + bound // _INNER_SLACK)
     if problem.rough:
         return bins
+    goal = bound + bound // _SLACK
+    bins = _bring_down(costs, bins, np.repeat(problem.topology.node_of_rank, problem.bins_per_rank), goal)
+    largest = _largest(costs, bins, problem.num_bins)
+    if largest <= goal:
+        return bins
+    dealt = dispatch_greedy(problem)
+    least = _largest(costs, dealt, problem.num_bins)
+    return place(problem, dealt) if largest > least + least // _SLACK else bins
+
+
+def _settle_level_by_level(problem: DispatchProblem, costs: IntArray, load: int) -> IntArray:
+    """Chooses the node, then the rank, then the bin of each item, with about `load` for each bin: int64[N]."""
+    bin_of_bin = np.arange(problem.num_bins)
+    rank_of_bin = bin_of_bin // problem.bins_per_rank
+    node_of_bin = problem.topology.node_of_rank[rank_of_bin]
+    place = np.zeros(len(costs), dtype=np.int64)  # at the level reached: first all are in the one cluster
+    levels = ((node_of_bin, np.zeros_like(bin_of_bin)), (rank_of_bin, node_of_bin), (bin_of_bin, rank_of_bin))
+    for place_of_bin, parent_of_bin in levels:
+        if place_of_bin[-1] > parent_of_bin[-1]:  # else each parent has the one place, of the same number
+            place = _Level.of(problem, place_of_bin, parent_of_bin, place).settle(costs, load)
+    return place
+
+
+def _bring_down(costs: IntArray, bins: IntArray, node_of_bin: IntArray, goal: int) -> IntArray:
+    """Brings what is still above the goal down to it, within nodes as far as that goes."""
     within_nodes = Limits(goal, group=node_of_bin, patience=3)
-    bins = polish(costs, bins, problem.num_bins, within_nodes)
-    bins = polish(costs, _deal_hard_nodes_anew(costs, bins, node_of_bin, goal), problem.num_bins, within_nodes)
-    if node_of_bin[-1] > 0:
-        bins = polish(costs, bins, problem.num_bins, Limits(goal))
-    return _unless_greedy_is_better(problem, costs, bins, goal)
+    bins = polish(costs, bins, len(node_of_bin), within_nodes)
+    bins = polish(costs, _deal_hard_nodes_anew(costs, bins, node_of_bin, goal), len(node_of_bin), within_nodes)
+    return polish(costs, bins, len(node_of_bin), Limits(goal)) if node_of_bin[-1] > 0 else bins
 
 
 def _deal_hard_nodes_anew(costs: IntArray, bins: IntArray, node_of_bin: IntArray, goal: int) -> IntArray:
@@ -88,13 +98,8 @@ def _max_by_group(values: IntArray, group: IntArray) -> IntArray:
     return np.maximum.reduceat(values, np.flatnonzero(np.diff(group, prepend=-1)))
 
 
-def _unless_greedy_is_better(problem: DispatchProblem, costs: IntArray, bins: IntArray, goal: int) -> IntArray:
-    largest = int(sum_by_bin(costs, bins, problem.num_bins).max())
-    if largest <= goal:
-        return bins
-    dealt = dispatch_greedy(problem)
-    least = int(sum_by_bin(costs, dealt, problem.num_bins).max())
-    return place(problem, dealt) if largest > least + least // _SLACK else bins
+def _largest(costs: IntArray, bins: IntArray, num_bins: int) -> int:
+    return int(sum_by_bin(costs, bins, num_bins).max())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
