@@ -18,31 +18,36 @@ from .records import Turn
 from .tokenizer import OmniTokenizer
 
 _MAX_SECONDS = 30.0
+_MOST_ITEMS = 12
 
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """What the generated data are like. Sizes are log-normal: a median, and a sigma of the logarithm.
+    """What the generated data are like. Sizes are log-normal: a median, and a sigma of their logarithm.
 
     Attributes:
         num_samples: Of the dataset.
         seed: Of everything.
         image_probability: That a sample has pictures.
         audio_probability: That it has recordings.
+        mean_items: Pictures of a sample that has any, and likewise recordings: geometric, few have many.
         median_words: Of the text's answer; texts without media are as long.
         median_pixels: Of a picture.
         median_seconds: Of a recording.
-        sigma: Of all three.
+        text_sigma: Of the text.
+        media_sigma: Of pictures and recordings.
     """
 
     num_samples: int = 2000
     seed: int = 0
-    image_probability: float = 0.35
-    audio_probability: float = 0.3
+    image_probability: float = 0.25
+    audio_probability: float = 0.2
+    mean_items: float = 4.0
     median_words: float = 12.0
     median_pixels: float = 20_000.0
     median_seconds: float = 2.5
-    sigma: float = 1.0
+    text_sigma: float = 1.0
+    media_sigma: float = 0.7
 
     def __post_init__(self) -> None:
         if self.num_samples < 1:
@@ -91,7 +96,7 @@ def draw_conversation(rng: np.random.Generator, mix: Mix) -> tuple[list[Turn], M
         question, answer = audio_turn(tones)
         pairs.append(("<audio>" * len(tones) + question, answer))
     if not pairs or rng.random() < 0.5:
-        pairs.append(text_turn(rng, int(_log_normal(rng, mix.median_words, mix.sigma, 2, 400))))
+        pairs.append(text_turn(rng, int(_log_normal(rng, mix.median_words, mix.text_sigma, 2, 400))))
     turns = [Turn(role, text) for pair in pairs for role, text in zip(("user", "assistant"), pair, strict=True)]
     return turns, Media([image for _, image in pictures], [synthesise(rng, tone) for tone in tones])
 
@@ -100,17 +105,16 @@ def _log_normal(rng: np.random.Generator, median: float, sigma: float, low: floa
     return float(np.clip(median * np.exp(sigma * rng.standard_normal()), low, high))
 
 
-def _count(rng: np.random.Generator) -> int:
-    """1 mostly, at most 4."""
-    return min(4, int(rng.geometric(0.7)))
+def _count(rng: np.random.Generator, mean: float) -> int:
+    return min(_MOST_ITEMS, int(rng.geometric(1 / mean)))
 
 
 def _draw_pictures(rng: np.random.Generator, mix: Mix) -> list[tuple[list[Shape], Image.Image]]:
     pictures = []
-    for _ in range(_count(rng)):
+    for _ in range(_count(rng, mix.mean_items)):
         kinds, colours = rng.choice(SHAPES, 2), rng.choice(list(COLOURS), 2, replace=False)
         shapes = [Shape(str(kind), str(colour)) for kind, colour in zip(kinds, colours, strict=True)]
-        pixels = _log_normal(rng, mix.median_pixels, mix.sigma, 3200, 400_000)
+        pixels = _log_normal(rng, mix.median_pixels, mix.media_sigma, 3200, 400_000)
         aspect = float(rng.uniform(0.6, 1.7))
         size = (round((pixels * aspect) ** 0.5), round((pixels / aspect) ** 0.5))
         pictures.append((shapes[: int(rng.integers(1, 3))], size))
@@ -148,8 +152,8 @@ def _draw_shape(canvas: ImageDraw.ImageDraw, shape: Shape, x: float, y: float, r
 
 def _draw_tones(rng: np.random.Generator, mix: Mix) -> list[Tone]:
     return [
-        Tone(str(rng.choice(list(PITCHES))), _log_normal(rng, mix.median_seconds, mix.sigma, 0.2, _MAX_SECONDS))
-        for _ in range(_count(rng))
+        Tone(str(rng.choice(list(PITCHES))), _log_normal(rng, mix.median_seconds, mix.media_sigma, 0.2, _MAX_SECONDS))
+        for _ in range(_count(rng, mix.mean_items))
     ]
 
 
