@@ -18,7 +18,8 @@ from orch.dispatch.order import ascending, run_starts
 
 _NEVER = np.iinfo(np.int64).max
 _FEW_ITEMS = 10  # of a pair of bins; 2^9 ways to split them
-_WORK_OF_SPLITS = 32  # trying them all, counted in items looked at
+_WORK_OF_SPLITS = 32  # trying them all, counted in items looked at; and the overhead of a round likewise
+_WORK_OF_ROUND = 4000
 _EXACT = 1 << 49  # sums of so few costs below this are exact in float64
 
 
@@ -64,7 +65,7 @@ def polish(costs: IntArray, bin_of_item: IntArray, num_bins: int, limits: Limits
         # where nothing helps, other pairs may change what the fullest bin can be paired with.
         floor = (limits.goal + largest) // 2 if stale % 3 == 0 else limits.goal
         pairs = state.pair(floor, shift=stale * stale)
-        work += state.improve(pairs) + 2 * num_bins + len(costs) // 4
+        work += state.improve(pairs) + 2 * num_bins + len(costs) // 4 + _WORK_OF_ROUND
         stale = stale + 1 if int(loads.max()) == largest else 0
         largest = int(loads.max())
     polished = np.empty_like(bin_of_item)
