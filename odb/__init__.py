@@ -10,6 +10,11 @@ from typing import Any
 
 _HOME_OF_NAME = {
     "ODBDataLoader": "orch.odb.loader",
+    "ODBConfig": "orch.odb.compat",
+    "ODBHandle": "orch.odb.compat",
+    "apply": "orch.odb.compat",
+    "apply_v9": "orch.odb.compat",
+    "RankLostError": "orch.odb.heartbeat",
     "SkipSample": "orch.odb.errors",
     "TokenBudget": "orch.odb.budget",
     "ODBStepInfo": "orch.odb.step_info",

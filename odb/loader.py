@@ -6,7 +6,7 @@ import math
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from orch.comm.topology import Topology
 from orch.odb.batches import BatchBuilder, Delivery, SampleBuilder
 from orch.odb.budget import BatchLayout, TokenBudget
-from orch.odb.buffer import SampleBuffer, WindowSize
+from orch.odb.buffer import SampleBuffer
 from orch.odb.collate import collate_packed, collate_padded
 from orch.odb.feed import Feed
 from orch.odb.global_grouping import GlobalWindow
@@ -22,6 +22,7 @@ from orch.odb.global_rounds import GlobalRounds
 from orch.odb.grouping import form_groups
 from orch.odb.heartbeat import DEFAULT_LOST_AFTER_S
 from orch.odb.measure import LengthFn
+from orch.odb.options import Grouping, check_arguments, take_older_names, window_size
 from orch.odb.peers import join_peers
 from orch.odb.pipeline import Pipeline
 from orch.odb.rounds import LocalRounds, RoundContext
@@ -31,10 +32,6 @@ from orch.odb.step_info import resolve_loss_scaling
 from orch.odb.window import GroupingWindow
 from orch.odb.worker import Measuring
 
-Grouping = Literal["global", "local"]
-DEFAULT_BUFFER_SIZE = 256
-DEFAULT_NUM_BATCHES = 16
-MAX_BUFFER_SIZE = 16384
 DEFAULT_BUFFER_BYTES = 2**30
 NUM_WINDOWS_AHEAD = 2
 NUM_PROBES = 64
@@ -78,8 +75,10 @@ class ODBDataLoader:
         lost_after_s: A rank that is silent for so long counts as lost. One that is late, but alive, is waited for.
         batch_size: Only 1 or None: the loader forms the batches.
         pin_memory: Pin batches, where there is a GPU.
+        prefetch_factor: Samples that each worker reads ahead, if more than two windows are wanted.
         **dataloader_kwargs: For the workers, as torch's DataLoader takes them: `num_workers`, `persistent_workers`,
-            `multiprocessing_context`, `worker_init_fn`, `timeout`, `generator`. `prefetch_factor` counts samples.
+            `multiprocessing_context`, `worker_init_fn`, `timeout`, `generator`; and the names of
+            `online-dynamic-batching`, see `orch.odb.compat`.
 
     Attributes:
         skipped: Index and reason of each sample dropped in this epoch on this rank.
@@ -94,12 +93,12 @@ class ODBDataLoader:
         self,
         dataset: Any,
         *,
-        token_budget: int,
+        token_budget: int | None = None,
         length_fn: LengthFn | None = None,
         layout: BatchLayout = "padded",
         loss_scaling: str | bool | None = "exact",
         grouping: Grouping = "global",
-        join: bool = True,
+        join: bool | None = None,
         buffer_size: int | None = None,
         buffer_bytes: int = DEFAULT_BUFFER_BYTES,
         collate_fn: Callable[[list[Any]], Any] | None = None,
@@ -123,12 +122,20 @@ class ODBDataLoader:
         prefetch_factor: int | None = None,
         **dataloader_kwargs: Any,
     ) -> None:
-        _check_arguments(grouping, accumulation_steps, over_length, batch_size, drop_last)
-        self.budget, self.grouping = TokenBudget(token_budget, layout, max_samples), grouping
-        self.loss_scaling = resolve_loss_scaling(loss_scaling)
-        self.window_size = window_size(token_budget, buffer_size, buffer_bytes)
+        check_arguments(grouping, accumulation_steps, over_length, batch_size, drop_last)
+        named = take_older_names(
+            dataloader_kwargs,
+            token_budget=token_budget,
+            loss_scaling=loss_scaling,
+            join=join,
+            buffer_size=buffer_size,
+        )
+        self.budget, self.grouping = TokenBudget(named["token_budget"], layout, max_samples), grouping
+        self.loss_scaling = resolve_loss_scaling(named["loss_scaling"])
+        self.window_size = window_size(named["token_budget"], named["buffer_size"], buffer_bytes)
         self.dataset, self.sampler, self.collate_fn = dataset, sampler, collate_fn
-        self.join, self.accumulation_steps, self.pin_memory = join, accumulation_steps, pin_memory
+        self.join: bool = named["join"]
+        self.accumulation_steps, self.pin_memory = accumulation_steps, pin_memory
         self.shuffle, self.seed, self.num_workers = shuffle, seed, dataloader_kwargs.get("num_workers", 0)
         self.peers = join_peers(group, rank, world_size, lost_after_s)
         self.topology = topology or Topology(self.peers.num_ranks)
@@ -243,7 +250,8 @@ class ODBDataLoader:
         run, stop = self._feed.start(begin), threading.Event()
         self.skipped, self._position = run.skipped, begin
         buffer = SampleBuffer(run, self.window_size, longer_than=self.token_budget)
-        context = RoundContext(buffer, self.peers, builder, self.join, stop, self.seed, begin)
+        seeds = (self.seed, begin.epoch if self.shuffle else 0)
+        context = RoundContext(buffer, self.peers, builder, self.join, stop, seeds, begin)
         rounds: LocalRounds | GlobalRounds = LocalRounds(context, GroupingWindow(self.budget), begin.num_rounds)
         if grouping == "global":
             rounds = GlobalRounds(context, GlobalWindow(self.budget, self.topology), exchanges, begin.num_rounds)
@@ -318,25 +326,3 @@ class LoaderIterator:
 
     def __del__(self) -> None:
         self.close()
-
-
-def window_size(token_budget: int, buffer_size: int | None, buffer_bytes: int) -> WindowSize:
-    """A window of `buffer_size` samples; by default as many as fill batches well, whatever their lengths."""
-    if buffer_size is not None:
-        return WindowSize(buffer_size, 0, buffer_bytes, buffer_size)
-    return WindowSize(DEFAULT_BUFFER_SIZE, DEFAULT_NUM_BATCHES * token_budget, buffer_bytes, MAX_BUFFER_SIZE)
-
-
-def _check_arguments(
-    grouping: str, accumulation_steps: int, over_length: str, batch_size: int | None, drop_last: bool
-) -> None:
-    if grouping not in get_args(Grouping):
-        raise ValueError(f"`grouping` must be 'global' or 'local', but is {grouping!r} instead.")
-    if accumulation_steps < 1:
-        raise ValueError(f"`accumulation_steps` must be at least 1, but is {accumulation_steps} instead.")
-    if over_length not in ("drop", "raise"):
-        raise ValueError(f"`over_length` must be 'drop' or 'raise', but is {over_length!r} instead.")
-    if batch_size not in (None, 1):
-        raise ValueError(f"`batch_size` must be 1 or None, since the budget decides, but is {batch_size} instead.")
-    if drop_last:
-        raise ValueError("`drop_last` must be False (see `join`), but is True instead.")

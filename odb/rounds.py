@@ -64,7 +64,7 @@ class RoundContext:
         builder: Makes a batch of a group; runs before the others go on, so that a failure stops all.
         join: Hand out every sample of every rank.
         stop: Set when nobody takes micro-steps any more.
-        seed: With the epoch, seed of the order within rounds; the same on all ranks.
+        seeds: Of the order within rounds; the same on all ranks.
         resumed: Where the epoch goes on; None at its start.
     """
 
@@ -73,7 +73,7 @@ class RoundContext:
     builder: Builder
     join: bool
     stop: threading.Event
-    seed: int
+    seeds: tuple[int, ...]
     resumed: RoundRecord | None = None
 
     @property
@@ -100,7 +100,7 @@ class RoundContext:
 
     def order_of(self, num_steps: int, num_rounds: int) -> list[int]:
         """The drawn order of a round's micro-steps, the same on all ranks."""
-        return np.random.default_rng([self.seed, self.epoch, num_rounds]).permutation(num_steps).tolist()
+        return np.random.default_rng([*self.seeds, num_rounds]).permutation(num_steps).tolist()
 
     def record(self, groups: Sequence[list[Entry]], num_rounds: int) -> RoundRecord:
         """What is needed to go on within or behind this round."""

@@ -1,0 +1,78 @@
+"""Checks of a loader's arguments, and what older scripts call them."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, get_args
+
+from orch.odb.buffer import WindowSize
+
+Grouping = Literal["global", "local"]
+DEFAULT_BUFFER_SIZE = 256
+DEFAULT_NUM_BATCHES = 16
+MAX_BUFFER_SIZE = 16384
+NO_EFFECT = ("no_warmup", "no_sync", "version", "group_order_flip")
+
+
+def window_size(token_budget: int, buffer_size: int | None, buffer_bytes: int) -> WindowSize:
+    """A window of `buffer_size` samples; by default as many as fill batches well, whatever their lengths."""
+    if buffer_size is not None:
+        return WindowSize(buffer_size, 0, buffer_bytes, buffer_size)
+    return WindowSize(DEFAULT_BUFFER_SIZE, DEFAULT_NUM_BATCHES * token_budget, buffer_bytes, MAX_BUFFER_SIZE)
+
+
+def take_older_names(given: dict[str, Any], **current: Any) -> dict[str, Any]:
+    """Takes the names of `online-dynamic-batching` out of `given`.
+
+    Args:
+        given: All keywords that the loader does not know by itself.
+        **current: What was given under the names of today: `token_budget`, `loss_scaling`, `join`, `buffer_size`.
+
+    Returns:
+        `current` with what was given under older names, or in a `config`, in it.
+
+    Raises:
+        ValueError: If two names of the same thing disagree, no budget is given, or `max_patches` is.
+    """
+    resolved = dict(current)
+    config = given.pop("config", None)
+    if config is not None:
+        if current["token_budget"] not in (None, config.token_budget):
+            raise ValueError(
+                f"`token_budget` must be that of `config`, {config.token_budget}, "
+                f"but is {current['token_budget']} instead."
+            )
+        resolved.update({name: getattr(config, name) for name in current})
+    for older, name in (("max_input_length", "token_budget"), ("join_mode", "join")):
+        value = given.pop(older, None)
+        if value is not None:
+            if older == "max_input_length" and resolved[name] not in (None, value):
+                raise ValueError(f"`{older}` must be `{name}`, {resolved[name]}, but is {value} instead.")
+            resolved[name] = value
+    for name in (*NO_EFFECT, "loss_scaling_approx"):
+        given.pop(name, None)
+    if given.pop("max_patches", 0) or getattr(config, "max_patches", 0):
+        raise ValueError("`max_patches` must be 0 (count patches in `length_fn`), but is not.")
+    if resolved["token_budget"] is None:
+        raise ValueError("`token_budget` must be given, but is None instead.")
+    resolved["join"] = True if resolved["join"] is None else resolved["join"]
+    return resolved
+
+
+def check_arguments(
+    grouping: str, accumulation_steps: int, over_length: str, batch_size: int | None, drop_last: bool
+) -> None:
+    """Refuses arguments that make no sense.
+
+    Raises:
+        ValueError: Says which, and what it must be.
+    """
+    if grouping not in get_args(Grouping):
+        raise ValueError(f"`grouping` must be 'global' or 'local', but is {grouping!r} instead.")
+    if accumulation_steps < 1:
+        raise ValueError(f"`accumulation_steps` must be at least 1, but is {accumulation_steps} instead.")
+    if over_length not in ("drop", "raise"):
+        raise ValueError(f"`over_length` must be 'drop' or 'raise', but is {over_length!r} instead.")
+    if batch_size not in (None, 1):
+        raise ValueError(f"`batch_size` must be 1 or None, since the budget decides, but is {batch_size} instead.")
+    if drop_last:
+        raise ValueError("`drop_last` must be False (see `join`), but is True instead.")
