@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 import warnings
@@ -21,6 +22,7 @@ from orch.odb.global_grouping import GlobalWindow
 from orch.odb.global_rounds import GlobalRounds
 from orch.odb.grouping import form_groups
 from orch.odb.heartbeat import DEFAULT_LOST_AFTER_S
+from orch.odb.iterator import LoaderIterator
 from orch.odb.measure import LengthFn
 from orch.odb.options import Grouping, check_arguments, take_older_names, window_size
 from orch.odb.peers import join_peers
@@ -256,7 +258,10 @@ class ODBDataLoader:
         if grouping == "global":
             rounds = GlobalRounds(context, GlobalWindow(self.budget, self.topology), exchanges, begin.num_rounds)
         self._pipeline = Pipeline(builder.deliver(iter(rounds)), stop, run.close, self.peers.check)
-        return LoaderIterator(self, self._pipeline, rounds)
+        return LoaderIterator(self._pipeline, self._note_taken, functools.partial(self._note_end, rounds))
+
+    def _note_taken(self, delivery: Delivery) -> None:
+        self._position = delivery.record.after(delivery.place + 1)
 
     def _note_end(self, rounds: LocalRounds | GlobalRounds, num_micro_steps: int) -> None:
         """Takes down what is known at the end of an epoch."""
@@ -294,35 +299,3 @@ class ODBDataLoader:
             return num_samples
         num_groups = len(form_groups(lengths, self.budget))
         return max(1, round(num_groups * num_samples / len(lengths)))
-
-
-class LoaderIterator:
-    """The batches of one epoch."""
-
-    def __init__(self, loader: ODBDataLoader, pipeline: Pipeline[Delivery], rounds: LocalRounds | GlobalRounds) -> None:
-        self._loader, self._pipeline, self._rounds = loader, pipeline, rounds
-        self._num_taken = 0
-        self._has_ended = False
-
-    def __iter__(self) -> LoaderIterator:
-        return self
-
-    def __next__(self) -> Any:
-        try:
-            delivery = next(self._pipeline)
-        except StopIteration:
-            if not self._has_ended:
-                self._has_ended = True
-                self._loader._note_end(self._rounds, self._num_taken)
-            raise
-        self._num_taken += 1
-        self._loader._position = delivery.record.after(delivery.place + 1)
-        return delivery.item
-
-    def close(self) -> None:
-        """Stops before the end; the other ranks are told at their next round."""
-        self._has_ended = True
-        self._pipeline.close()
-
-    def __del__(self) -> None:
-        self.close()
