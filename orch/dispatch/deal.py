@@ -5,6 +5,8 @@ Graham 1969: longest processing time first (LPT) gives a largest load of at most
 
 from __future__ import annotations
 
+import heapq
+
 import numpy as np
 
 from orch.comm.topology import IntArray
@@ -47,6 +49,38 @@ def deal(costs: IntArray, loads: IntArray) -> tuple[IntArray, IntArray]:
     bin_of_item = np.empty_like(dealt)
     bin_of_item[order] = dealt
     return bin_of_item, loads
+
+
+def fold(costs: IntArray, num_bins: int) -> IntArray:
+    """Gives every bin as many items, by the largest differencing method of Karmarkar and Karp (1982).
+
+    Sorted items are cut into layers of one item a bin. The two layers that differ most within are added, the largest
+    of one to the smallest of the other, until one is left. Better than longest processing time first where items are
+    few a bin and alike.
+
+    Args:
+        costs: int64[N], not negative.
+        num_bins: Number of bins.
+
+    Returns:
+        int64[N], the bin of each item.
+    """
+    size = len(costs)
+    items = np.concatenate([descending(costs), np.full(-size % num_bins, size, dtype=np.int64)])
+    padded = np.append(costs, 0)  # item N stands for none
+    layers = items.reshape(-1, num_bins)
+    heap = [(int(padded[row[-1]] - padded[row[0]]), turn, padded[row], row[None]) for turn, row in enumerate(layers)]
+    heapq.heapify(heap)
+    for turn in range(len(layers), 2 * len(layers) - 1):
+        _, _, loads, members = heapq.heappop(heap)
+        _, _, other_loads, other_members = heapq.heappop(heap)
+        loads, members = loads + other_loads[::-1], np.concatenate([members, other_members[:, ::-1]])
+        order = descending(loads)
+        loads, members = loads[order], members[:, order]
+        heapq.heappush(heap, (int(loads[-1] - loads[0]), turn, loads, members))
+    bin_of_item = np.zeros(size + 1, dtype=np.int64)
+    bin_of_item[heap[0][3]] = np.arange(num_bins)  # broadcast over the layers: int64[layers, num_bins]
+    return bin_of_item[:size]
 
 
 def deal_in_groups(costs: IntArray, group_of_item: IntArray, loads: IntArray, group_of_bin: IntArray) -> IntArray:

@@ -10,17 +10,20 @@ import numpy as np
 from orch.comm.topology import IntArray
 from orch.cost import sum_by_bin
 from orch.dispatch.bounds import least_load
-from orch.dispatch.deal import deal
+from orch.dispatch.deal import deal, fold
 from orch.dispatch.polish import Limits, polish
 from orch.dispatch.problem import DispatchProblem
 
 _PATIENCE = 24
-_FEW_ITEMS = 4096
+_FEW_ITEMS = 4096  # up to here it is cheap to look for the bound itself, from every start
+_EXPENSIVE = 1 << 62
 _CLOSE = 14  # with more, a load within 2^-14 (0.006 %) of the lower bound is good enough
 
 
 def dispatch_greedy(problem: DispatchProblem) -> IntArray:
     """Deals items by falling cost, each to the bin with the least load so far, and polishes the result.
+
+    Where that misses the lower bound, the polish is tried from other starts too, and the best of them taken.
 
     Args:
         problem: Its cost must be additive.
@@ -32,19 +35,28 @@ def dispatch_greedy(problem: DispatchProblem) -> IntArray:
         ValueError: If the cost is not additive.
     """
     costs = problem.item_costs("greedy")
-    bin_of_item = problem.home.copy()
-    items = np.flatnonzero(costs)
-    dealt, _ = deal(costs[items], np.zeros(problem.num_bins, dtype=np.int64))
     bound, few = least_load(costs, problem.num_bins), len(costs) <= _FEW_ITEMS
     limits = Limits(bound if few else bound + (bound >> _CLOSE), patience=_PATIENCE)
-    bin_of_item[items] = dealt
-    bin_of_item = polish(costs, bin_of_item, problem.num_bins, limits)
-    largest = _largest(costs, bin_of_item, problem.num_bins)
-    if largest > limits.goal and few:  # where there are few swaps, another start finds others
-        other = polish(costs, problem.home, problem.num_bins, limits)
-        return other if _largest(costs, other, problem.num_bins) < largest else bin_of_item
-    return bin_of_item
+    items = np.flatnonzero(costs)
+    best, least = problem.home, _EXPENSIVE
+    for start in (_longest_first, _folded, _as_drawn)[: 3 if few else 2]:
+        if least > limits.goal and len(items):
+            bin_of_item = problem.home.copy()
+            bin_of_item[items] = start(costs[items], problem.home[items], problem.num_bins)
+            bin_of_item = polish(costs, bin_of_item, problem.num_bins, limits)
+            largest = int(sum_by_bin(costs, bin_of_item, problem.num_bins).max())
+            if largest < least:
+                best, least = bin_of_item, largest
+    return best.copy()
 
 
-def _largest(costs: IntArray, bin_of_item: IntArray, num_bins: int) -> int:
-    return int(sum_by_bin(costs, bin_of_item, num_bins).max())
+def _longest_first(costs: IntArray, home: IntArray, num_bins: int) -> IntArray:
+    return deal(costs, np.zeros(num_bins, dtype=np.int64))[0]
+
+
+def _folded(costs: IntArray, home: IntArray, num_bins: int) -> IntArray:
+    return fold(costs, num_bins)
+
+
+def _as_drawn(costs: IntArray, home: IntArray, num_bins: int) -> IntArray:
+    return home
