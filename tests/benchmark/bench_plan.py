@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -33,6 +32,7 @@ from orch.dispatch.deal import deal
 from orch.dispatch.placed import place
 from orch.metrics import step_metrics
 from orch.plan import plan_step
+from tests.benchmark.plan_gil import longest_gil_ms
 from tests.benchmark.plan_instances import RANKS_PER_NODE, ROW_BYTES, STAGES, Instance, instance, step, traces
 from tests.benchmark.plan_peers import peers
 from tests.benchmark.plan_proof import proven_load
@@ -165,39 +165,6 @@ def measure_step(mix: str, num_ranks: int, per_rank: int, repeats: int) -> StepR
         imbalance,
         held,
     )
-
-
-def longest_gil_ms(function: Callable[[], Any], repeats: int) -> float:
-    """The longest time another thread waited for the interpreter while `function` ran: the median of several runs.
-
-    The other thread wants the interpreter every millisecond, as a training loop does; a busy machine adds to its wait,
-    which is why the same is measured over an idle sleep and taken off.
-    """
-
-    def longest(work: Callable[[], Any]) -> float:
-        done, waits = threading.Event(), []
-
-        def tick() -> None:
-            last = time.perf_counter()
-            while not done.is_set():
-                time.sleep(0.001)
-                now = time.perf_counter()
-                waits.append((now - last) * 1e3 - 1)
-                last = now
-
-        thread = threading.Thread(target=tick)
-        thread.start()
-        work()
-        done.set()
-        thread.join()
-        return max(waits, default=0.0)
-
-    start = time.perf_counter()
-    function()
-    spent = time.perf_counter() - start
-    busy = np.median([longest(function) for _ in range(repeats)])
-    idle = np.median([longest(lambda: time.sleep(spent)) for _ in range(repeats)])
-    return max(float(busy - idle), 0.0)
 
 
 def grid(quick: bool) -> Iterator[tuple[int, int]]:
