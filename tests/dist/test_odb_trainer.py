@@ -1,0 +1,236 @@
+"""transformers' Trainer, Accelerate and Lightning on the loader, each the real library."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+import torch.distributed as dist
+
+from orch import odb
+from tests.dist.test_odb import Tokens
+from tests.ranks import run_ranks
+
+try:
+    import accelerate
+except ImportError:
+    accelerate = None
+try:
+    import lightning
+except ImportError:
+    lightning = None
+
+needs_accelerate = pytest.mark.skipif(accelerate is None, reason="accelerate is not installed")
+needs_lightning = pytest.mark.skipif(lightning is None, reason="lightning is not installed")
+
+NUM_SAMPLES, PORT = 60, 29731
+
+
+class Recorder:
+    """A collate function that notes which samples it joined."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def __call__(self, samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        from orch.odb.collate import collate_padded
+
+        return collate_padded(samples)
+
+
+def tiny_model() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=128,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        use_cache=False,
+    )
+    return LlamaForCausalLM(config)
+
+
+def make_trainer(folder: Path, *, accumulate: int = 1, epochs: int = 2, **arguments: Any) -> Any:
+    from transformers import Trainer, TrainingArguments
+
+    from orch.odb.trainer import ODBTrainerMixin
+
+    class Recording(ODBTrainerMixin, Trainer):
+        """Notes the samples and the loss of every micro-step."""
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.samples: list[list[int]] = []
+
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            is_idle = bool((inputs["labels"] == -100).all())
+            self.samples.append([] if is_idle else inputs["input_ids"][:, 0].tolist())
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    args = TrainingArguments(
+        output_dir=str(folder),
+        num_train_epochs=epochs,
+        gradient_accumulation_steps=accumulate,
+        learning_rate=0.1,
+        lr_scheduler_type="constant",
+        optim="sgd",
+        max_grad_norm=0.0,
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+        logging_strategy="no",
+        **{"save_strategy": "no", **arguments},
+    )
+    return Recording(
+        model=tiny_model(),
+        args=args,
+        train_dataset=Tokens(NUM_SAMPLES),
+        data_collator=Recorder(),
+        odb={"token_budget": 300, "buffer_size": 16},
+    )
+
+
+def weights(trainer: Any) -> list[float]:
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).tolist()
+
+
+def reference(samples_of_step: list[list[int]]) -> torch.Tensor:
+    """One process, one SGD step for each list of samples, the mean over all label tokens."""
+    model = tiny_model()
+    for ids in samples_of_step:
+        total = sum(int((Tokens(NUM_SAMPLES)[i]["labels"][1:] != -100).sum()) for i in ids)
+        model.zero_grad()
+        for i in ids:
+            sample = Tokens(NUM_SAMPLES)[i]
+            (model(sample["input_ids"][None], labels=sample["labels"][None], num_items_in_batch=total).loss).backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.1 * parameter.grad
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def steps_of(samples_of_rank: list[list[list[int]]], accumulate: int) -> list[list[int]]:
+    micro_steps = [[i for ids in ranks for i in ids] for ranks in zip(*samples_of_rank, strict=True)]
+    return [
+        [i for ids in micro_steps[start : start + accumulate] for i in ids]
+        for start in range(0, len(micro_steps), accumulate)
+    ]
+
+
+def in_rank(folder: Path) -> dict[str, str]:
+    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(PORT + os.getpid() % 500), "ACCELERATE_USE_CPU": "true"}
+
+
+@needs_accelerate
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_trainer_trains_each_sample_once_and_exactly(accumulate: int, tmp_path: Path) -> None:
+    def work() -> tuple[list[list[int]], list[float]]:
+        trainer = make_trainer(tmp_path, accumulate=accumulate)
+        trainer.train()
+        return trainer.samples, weights(trainer)
+
+    results = run_ranks(work, 2, timeout_s=150, env=in_rank(tmp_path))
+    assert len(results[0][0]) == len(results[1][0])
+    assert Counter(i for samples, _ in results for ids in samples for i in ids) == Counter(
+        dict.fromkeys(range(NUM_SAMPLES), 2)
+    )
+    expected = reference(steps_of([samples for samples, _ in results], accumulate))
+    for _, found in results:
+        assert torch.allclose(torch.tensor(found), expected, atol=2e-5)
+
+
+@needs_accelerate
+def test_trainer_resumes_behind_the_last_sample(tmp_path: Path) -> None:
+    def work() -> tuple[list[list[int]], list[list[int]], list[float]]:
+        first = make_trainer(tmp_path, save_strategy="steps", save_steps=3, max_steps=3)
+        first.train()
+        second = make_trainer(tmp_path)
+        second.train(resume_from_checkpoint=True)
+        return first.samples, second.samples, weights(second)
+
+    results = run_ranks(work, 2, timeout_s=150, env=in_rank(tmp_path))
+    seen = Counter(i for before, after, _ in results for ids in [*before, *after] for i in ids)
+    assert seen == Counter(dict.fromkeys(range(NUM_SAMPLES), 2))
+    expected = reference(steps_of([before + after for before, after, _ in results], 1))
+    assert torch.allclose(torch.tensor(results[0][2]), expected, atol=2e-5)
+
+
+@needs_accelerate
+def test_accelerate_leaves_the_loader_as_it_is() -> None:
+    def work() -> tuple[list[int], list[float]]:
+        from accelerate import Accelerator
+
+        accelerator = Accelerator(cpu=True)
+        model = tiny_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loader = odb.ODBDataLoader(Tokens(NUM_SAMPLES), token_budget=300, buffer_size=16, shuffle=True)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        assert isinstance(loader, odb.ODBDataLoader)
+        seen = []
+        for batch in loader:
+            info = odb.pop_step_info(batch)
+            accelerator.backward(model(**batch).loss * info.loss_scale)
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append([] if info.is_idle else batch["input_ids"][:, 0].tolist())
+        assert dist.get_world_size() == 2
+        found = torch.cat([p.detach().flatten() for p in accelerator.unwrap_model(model).parameters()])
+        return seen, found.tolist()
+
+    results = run_ranks(work, 2, timeout_s=150, env=in_rank(Path()))
+    assert Counter(i for seen, _ in results for ids in seen for i in ids) == Counter(range(NUM_SAMPLES))
+    expected = reference(steps_of([seen for seen, _ in results], 1))
+    assert torch.allclose(torch.tensor(results[0][1]), expected, atol=2e-5)
+
+
+@needs_lightning
+def test_lightning_trains_each_sample_once_and_exactly() -> None:
+    def work() -> tuple[list[list[int]], list[float]]:
+        from lightning import LightningModule, Trainer
+
+        from orch.odb.lightning import LightningBatches
+
+        class Module(LightningModule):
+            def __init__(self) -> None:
+                super().__init__()
+                self.model, self.seen = tiny_model(), []
+
+            def training_step(self, batch: Any, _: int) -> torch.Tensor:
+                info = odb.pop_step_info(batch)
+                self.seen.append([] if info.is_idle else batch["input_ids"][:, 0].tolist())
+                return self.model(**batch).loss * info.loss_scale
+
+            def configure_optimizers(self) -> Any:
+                return torch.optim.SGD(self.parameters(), lr=0.1)
+
+        module = Module()
+        loader = odb.ODBDataLoader(Tokens(NUM_SAMPLES), token_budget=300, buffer_size=16, shuffle=True)
+        trainer = Trainer(
+            accelerator="cpu",
+            devices=2,
+            strategy="ddp",
+            max_epochs=2,
+            use_distributed_sampler=False,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(module, LightningBatches(loader))
+        return module.seen, torch.cat([p.detach().flatten() for p in module.model.parameters()]).tolist()
+
+    env = {**in_rank(Path()), "TORCHELASTIC_RUN_ID": "test", "GROUP_RANK": "0"}
+    results = run_ranks(work, 2, timeout_s=150, env=env)
+    seen = Counter(i for samples, _ in results for ids in samples for i in ids)
+    assert seen == Counter(dict.fromkeys(range(NUM_SAMPLES), 2))
+    expected = reference(steps_of([samples for samples, _ in results], 1))
+    assert torch.allclose(torch.tensor(results[0][1]), expected, atol=2e-5)
