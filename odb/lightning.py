@@ -3,7 +3,8 @@
     trainer = Trainer(devices=2, strategy="ddp", use_distributed_sampler=False)
     trainer.fit(module, LightningBatches(loader))
 
-In `training_step`, `pop_step_info(batch)` and multiply the loss by its scale.
+In `training_step`, `pop_step_info(batch)` and multiply the loss by its scale; with `accumulate_grad_batches`, by which
+Lightning divides, give it as `accumulation_divisor` too.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from orch.odb.loader import ODBDataLoader
+from orch.odb.step_info import ODB_STEP_INFO_KEY
 
 
 class LightningBatches:
@@ -28,7 +30,9 @@ class LightningBatches:
         self.loader = loader
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self.loader)
+        for batch in self.loader:
+            batch.pop(ODB_STEP_INFO_KEY)  # Lightning refuses frozen objects in a batch; the flat keys say as much.
+            yield batch
 
     def set_epoch(self, epoch: int) -> None:
         """Chooses the epoch; Lightning calls it."""
