@@ -152,7 +152,7 @@ class Feed:
         if self.sampler is not None:
             self.sampler.begin = begin
         elif isinstance(self.source, ChunkStream):
-            self.source.epoch = begin.epoch
+            self.source.set_epoch(begin.epoch)
         chunks = iter(self.loader)
         _leave_dead_workers_to_the_reader(chunks)
         return FeedRun(self, chunks, begin)

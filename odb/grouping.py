@@ -42,8 +42,9 @@ def form_groups(lengths: IntArray, budget: TokenBudget) -> Groups:
     if budget.layout == "padded":
         groups = _padded_runs(lengths, descending, budget)
     else:
-        fitted, dealt = _best_fit(lengths, descending, budget), _dealt(lengths, budget)
-        groups = dealt if len(dealt) <= len(fitted) else fitted
+        groups = _dealt(lengths, budget)
+        if len(groups) * budget.max_tokens >= int(lengths.sum()) + budget.max_tokens:  # perhaps there are fewer
+            groups = min(groups, _best_fit(lengths, descending, budget), key=len)
     return [np.sort(group) for group in groups]
 
 

@@ -14,6 +14,8 @@ from orch.odb.errors import SampleFailure, SkipSample
 from orch.odb.measure import LengthFn, default_label_tokens, measured_length
 from orch.odb.packing import NotPackableError, pack_samples
 
+STREAM_CHUNK_SIZE = 16
+
 
 @dataclass(frozen=True, slots=True)
 class Measuring:
@@ -179,7 +181,12 @@ class ChunkStream(IterableDataset):
     ) -> None:
         self.dataset, self.measuring = dataset, measuring
         self.rank, self.num_ranks, self.shards = rank, num_ranks, shards
-        self.epoch, self.chunk_size = 0, 16
+        self.chunk_size = STREAM_CHUNK_SIZE
+        self._epoch = torch.zeros(1, dtype=torch.int64).share_memory_()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tells the data set which epoch comes next, if it wants to know; persistent workers hear of it too."""
+        self._epoch.fill_(epoch)
 
     def __iter__(self) -> Iterator[Chunk]:
         info = torch.utils.data.get_worker_info()
@@ -188,7 +195,7 @@ class ChunkStream(IterableDataset):
         if self.shards and info:
             torch_worker._worker_info = None
         if hasattr(self.dataset, "set_epoch"):
-            self.dataset.set_epoch(self.epoch)
+            self.dataset.set_epoch(int(self._epoch))
         yield from self._chunks(start, stride)
 
     def _chunks(self, start: int, stride: int) -> Iterator[Chunk]:
