@@ -7,8 +7,10 @@ from typing import Any
 
 _HOME_OF_NAME = {
     "adapter_for": "orch.encoders.registry",
-    "QwenVisionAdapter": "orch.encoders.qwen_omni",
+    "QwenVisionAdapter": "orch.encoders.qwen_vl",
     "QwenOmniAudioAdapter": "orch.encoders.qwen_omni",
+    "TileAdapter": "orch.encoders.tiles",
+    "WhisperAdapter": "orch.encoders.whisper",
     "MropePositionIds": "orch.encoders.mrope",
     "PackedCollator": "orch.encoders.collate",
     "PaddedCollator": "orch.encoders.collate",

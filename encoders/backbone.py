@@ -6,6 +6,12 @@ from typing import Any
 
 from orch.encoders.collate import PackedCollator, PaddedCollator, text_position_ids
 
+PACKABLE = (
+    "gemma", "granite", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen2_5_omni_text", "qwen2_5_vl_text",
+    "qwen2_vl_text", "qwen3", "qwen3_moe", "qwen3_omni_moe_text", "qwen3_vl_text", "smollm3",
+)  # fmt: skip
+"""Kinds of LLM (`model_type` of the text configuration) whose packed samples were tested not to see each other."""
+
 
 def collator_for(model: Any, layout: str) -> PackedCollator | PaddedCollator:
     """The collator of a model's LLM.
@@ -15,10 +21,12 @@ def collator_for(model: Any, layout: str) -> PackedCollator | PaddedCollator:
         layout: "packed" or "padded".
 
     Raises:
-        ValueError: For another layout.
+        ValueError: For another layout, for "packed" with an LLM that is not known to keep samples apart, or for an
+            LLM with M-RoPE of an unknown kind.
     """
     positions = _position_ids(model.config)
     if layout == "packed":
+        _check_packable(model.config.get_text_config().model_type)
         return PackedCollator(positions)
     if layout == "padded":
         text = model.config.get_text_config()
@@ -48,9 +56,18 @@ def llm_dimensions(model: Any) -> dict[str, int | None]:
     }
 
 
-def _position_ids(config: Any) -> Any:
-    if hasattr(config, "position_id_per_seconds"):
-        from orch.encoders.mrope import MropePositionIds
+def _check_packable(kind: str) -> None:
+    if kind not in PACKABLE:
+        raise ValueError(
+            f"`layout` must be 'padded' for an LLM of kind {kind!r}, whose packed samples may see each other "
+            f"(those of {', '.join(PACKABLE)} do not), but is 'packed' instead. Who knows better passes a `collate_fn`."
+        )
 
+
+def _position_ids(config: Any) -> Any:
+    from orch.encoders.mrope import MROPE_MODELS, MropePositionIds
+
+    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    if config.model_type in MROPE_MODELS or "mrope_section" in rope:
         return MropePositionIds.of(config)
     return text_position_ids

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import torch
 
 Item: TypeAlias = dict[str, torch.Tensor]
+Idle: TypeAlias = tuple[list[Item], Callable[[], torch.Tensor]]
+"""Items that a rank has no need of, and the call of what its model has between encoder and LLM that they go through."""
 
 
 def tensor_of(sample: Mapping[str, Any], key: str) -> torch.Tensor | None:

@@ -1,4 +1,16 @@
-"""Position ids of M-RoPE, vectorised: what a Qwen2.5-Omni Thinker's `get_rope_index` loops over tokens for."""
+"""Position ids of M-RoPE, vectorised: what the models' own `get_rope_index` loop over samples for.
+
+Text and audio tokens advance all three rows (time, height, width) by one. A picture's tokens get its frame, row and
+column, counted from where it starts. Models differ in what a frame counts and in where the text goes on:
+
+| model | time of frame f | the text after it goes on |
+|---|---|---|
+| Qwen2-VL | f | after the largest row or column |
+| Qwen2.5-VL | f times positions per grid, truncated | after the largest row or column |
+| Qwen2.5-Omni | f times seconds per grid times positions a second, truncated | after the largest of all three |
+| Qwen3-VL | each frame is a picture of its own: timestamps in the text are between | after the largest row or column |
+| Qwen3-Omni | as Qwen2.5-Omni, not truncated: positions are floats | after the largest of all three |
+"""
 
 from __future__ import annotations
 
@@ -13,35 +25,57 @@ import torch
 from orch.encoders.items import Item
 
 IntArray = npt.NDArray[np.int64]
+Array = npt.NDArray[Any]
 
 
 @dataclass(frozen=True, slots=True)
 class MropePositionIds:
     """Computes the position ids of one sample from its tokens and the grids of its media.
 
-    Text and audio tokens advance all three rows by one. A picture's tokens get its frame, row and column, counted
-    from where it starts, and what follows starts after the largest of them.
-
     Attributes:
         image_token_id: The placeholder of one image token.
         video_token_id: The placeholder of one video token.
         spatial_merge_size: Patches per token and side.
-        position_id_per_seconds: Temporal positions a second.
+        per_second: Temporal positions a second; None where a frame counts 1.
+        seconds_key: The part's key of a video's seconds per grid, where time is scaled.
+        interval_first: Whether seconds are multiplied with positions a second before the frame's number.
+        truncate: Whether a frame's time is truncated to an integer.
+        frames_apart: Whether the frames of a video stand apart in the text.
+        after_time: Whether what follows starts after the largest position of all, else of rows and columns.
     """
 
     image_token_id: int
     video_token_id: int
     spatial_merge_size: int = 2
-    position_id_per_seconds: int = 25
+    per_second: int | None = None
+    seconds_key: str = ""
+    interval_first: bool = False
+    truncate: bool = True
+    frames_apart: bool = False
+    after_time: bool = False
 
     @classmethod
     def of(cls, config: Any) -> MropePositionIds:
-        """Reads the numbers from a Thinker's configuration."""
+        """Reads the numbers from a model's configuration.
+
+        Raises:
+            ValueError: If the kind of model is not known.
+        """
+        if config.model_type not in MROPE_MODELS:
+            raise ValueError(
+                f"`model` must be one of {', '.join(MROPE_MODELS)} for its M-RoPE positions to be known, "
+                f"but is {config.model_type} instead. For another model pass a `collate_fn`."
+            )
+        chosen: dict[str, Any] = dict(_VARIANTS[config.model_type])
+        if (where := chosen.pop("per_second", None)) is not None:
+            chosen["per_second"] = getattr(
+                config if where == "position_id_per_seconds" else config.vision_config, where
+            )
         return cls(
             image_token_id=config.image_token_id,
             video_token_id=config.video_token_id,
             spatial_merge_size=config.vision_config.spatial_merge_size,
-            position_id_per_seconds=config.position_id_per_seconds,
+            **chosen,
         )
 
     def __call__(self, input_ids: torch.Tensor, parts: Sequence[Item] = ()) -> torch.Tensor:
@@ -50,20 +84,68 @@ class MropePositionIds:
         Args:
             input_ids: int64[L].
             parts: What the LLM's side knows of each item, images and videos each in their order: `image_grid_thw`
-                int64[1, 3], or `video_grid_thw` int64[1, 3] and `video_second_per_grid` float[1]. Others are ignored.
+                int64[1, 3], or `video_grid_thw` int64[1, 3] and seconds per grid float[1]. Others are ignored.
 
         Returns:
-            int64[3, L]: time, height and width.
+            int64[3, L] (float32 where time is not truncated): time, height and width.
 
         Raises:
             ValueError: If the placeholders are not as many as the grids say.
         """
         ids = input_ids.numpy(force=True)
-        blocks = _join(
-            _blocks(ids, self.image_token_id, "image_token_id", _image_grids(parts), self.spatial_merge_size),
-            _blocks(ids, self.video_token_id, "video_token_id", _video_grids(parts), self.spatial_merge_size),
-        )
-        return torch.from_numpy(_positions(len(ids), blocks, self.position_id_per_seconds))
+        images = self._blocks(ids, self.image_token_id, "image_token_id", *_grids(parts, "image_grid_thw", ""))
+        grids, seconds = _grids(parts, "video_grid_thw", self.seconds_key)
+        if self.frames_apart:
+            seconds = np.repeat(seconds, grids[:, 0])
+            grids = np.repeat(grids, grids[:, 0], axis=0)
+            grids[:, 0] = 1
+        videos = self._blocks(ids, self.video_token_id, "video_token_id", grids, seconds)
+        blocks = _Blocks(*(np.concatenate(pair) for pair in zip(images.columns, videos.columns, strict=True)))
+        positions = self._positions(len(ids), blocks)
+        return torch.from_numpy(positions.astype(np.int64 if self.truncate else np.float32))
+
+    def _blocks(self, ids: IntArray, token_id: int, name: str, grids: IntArray, seconds: Array) -> _Blocks:
+        merge = self.spatial_merge_size
+        grid = grids // np.array([1, merge, merge])
+        tokens = np.flatnonzero(ids == token_id)
+        if len(tokens) != grid.prod(axis=1).sum():
+            raise ValueError(
+                f"`input_ids` must have {grid.prod(axis=1).sum()} tokens `{name}`, as the grids say, "
+                f"but has {len(tokens)} instead."
+            )
+        return _Blocks(tokens, grid, seconds)
+
+    def _positions(self, length: int, blocks: _Blocks) -> Array:
+        """[3, length]. A block's tokens stand at `base[start] + (time, row, column)`, all others at `base`."""
+        offsets = self._offsets(blocks)  # [3, T]
+        advance = np.ones(length, offsets.dtype)
+        advance[blocks.tokens] = 0
+        firsts = np.cumsum(blocks.sizes) - blocks.sizes
+        if len(firsts):
+            largest = offsets[0 if self.after_time else 1 :].max(axis=0)
+            advance[blocks.tokens[firsts]] = np.maximum.reduceat(largest, firsts) + 1
+        base = np.cumsum(advance) - advance
+        positions = np.tile(base, (3, 1))
+        if len(firsts):
+            positions[:, blocks.tokens] = np.repeat(base[blocks.tokens[firsts]], blocks.sizes) + offsets
+        return positions
+
+    def _offsets(self, blocks: _Blocks) -> Array:
+        """[3, T]: time, row and column of every token of every block."""
+        sizes = blocks.sizes
+        local = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+        _, height, width = (np.repeat(side, sizes) for side in blocks.grid.T)
+        frame, in_frame = np.divmod(local, height * width)
+        time = self._time(frame, np.repeat(blocks.seconds_per_grid, sizes))
+        return np.stack([time, in_frame // width, in_frame % width])
+
+    def _time(self, frame: IntArray, seconds: Array) -> Array:
+        """Time of each frame; in float32, as in the models: truncated, float64 would come out differently."""
+        if self.per_second is None:
+            return frame
+        frames, per_second = frame.astype(np.float32), np.float32(self.per_second)
+        time = frames * (per_second * seconds) if self.interval_first else frames * seconds * per_second
+        return time.astype(np.int64 if self.truncate else np.float64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,69 +154,32 @@ class _Blocks:
 
     tokens: IntArray
     grid: IntArray  # int64[B, 3]
-    seconds_per_grid: npt.NDArray[np.float32]  # float32[B]
+    seconds_per_grid: Array  # float32[B]
 
     @property
     def sizes(self) -> IntArray:
         return self.grid.prod(axis=1)
 
-
-_Grids = tuple[IntArray, npt.NDArray[np.float32]]
-
-
-def _image_grids(parts: Sequence[Item]) -> _Grids:
-    grids = [part["image_grid_thw"].reshape(3).tolist() for part in parts if "image_grid_thw" in part]
-    return np.array(grids, dtype=np.int64).reshape(-1, 3), np.ones(len(grids), np.float32)
+    @property
+    def columns(self) -> tuple[Array, ...]:
+        return self.tokens, self.grid, self.seconds_per_grid
 
 
-def _video_grids(parts: Sequence[Item]) -> _Grids:
-    videos = [part for part in parts if "video_grid_thw" in part]
-    grids = [part["video_grid_thw"].reshape(3).tolist() for part in videos]
-    seconds = [float(part["video_second_per_grid"]) for part in videos]
-    return np.array(grids, dtype=np.int64).reshape(-1, 3), np.array(seconds, dtype=np.float32)
+_OMNI = {"per_second": "position_id_per_seconds", "seconds_key": "video_second_per_grid", "after_time": True}
+_SECONDS_TS = {"per_second": "tokens_per_second", "seconds_key": "second_per_grid_ts", "interval_first": True}
+_VARIANTS: dict[str, dict[str, Any]] = {
+    "qwen2_vl": {},
+    "qwen2_5_vl": _SECONDS_TS,
+    "qwen3_vl": {"frames_apart": True},
+    "qwen3_vl_moe": {"frames_apart": True},
+    "qwen2_5_omni_thinker": _OMNI,
+    "qwen3_omni_moe_thinker": _OMNI | {"truncate": False},
+}
+MROPE_MODELS = tuple(_VARIANTS)
 
 
-def _blocks(ids: IntArray, token_id: int, name: str, grids: _Grids, merge: int) -> _Blocks:
-    grid = grids[0] // np.array([1, merge, merge])
-    tokens = np.flatnonzero(ids == token_id)
-    if len(tokens) != grid.prod(axis=1).sum():
-        raise ValueError(
-            f"`input_ids` must have {grid.prod(axis=1).sum()} tokens `{name}`, as the grids say, "
-            f"but has {len(tokens)} instead."
-        )
-    return _Blocks(tokens, grid, grids[1])
-
-
-def _join(images: _Blocks, videos: _Blocks) -> _Blocks:
-    return _Blocks(
-        np.concatenate([images.tokens, videos.tokens]),
-        np.concatenate([images.grid, videos.grid]),
-        np.concatenate([images.seconds_per_grid, videos.seconds_per_grid]),
-    )
-
-
-def _positions(length: int, blocks: _Blocks, per_second: int) -> IntArray:
-    """int64[3, length]. A block's tokens stand at `base[start] + (frame, row, column)`, all others at `base`."""
-    offsets = _offsets(blocks, per_second)  # int64[3, T]
-    advance = np.ones(length, np.int64)
-    advance[blocks.tokens] = 0
-    firsts = np.cumsum(blocks.sizes) - blocks.sizes
-    if len(firsts):
-        advance[blocks.tokens[firsts]] = np.maximum.reduceat(offsets.max(axis=0), firsts) + 1
-    base = np.cumsum(advance) - advance
-    positions = np.tile(base, (3, 1))
-    if len(firsts):
-        positions[:, blocks.tokens] = np.repeat(base[blocks.tokens[firsts]], blocks.sizes) + offsets
-    return positions
-
-
-def _offsets(blocks: _Blocks, per_second: int) -> IntArray:
-    """int64[3, T]: frame (in temporal positions), row and column of every token of every block."""
-    sizes = blocks.sizes
-    local = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-    _, height, width = (np.repeat(side, sizes) for side in blocks.grid.T)
-    frame, in_frame = np.divmod(local, height * width)
-    # float32, as in the model: a frame's time is truncated, and float64 would truncate differently.
-    seconds = frame.astype(np.float32) * np.repeat(blocks.seconds_per_grid, sizes)
-    time = (seconds * np.float32(per_second)).astype(np.int64)
-    return np.stack([time, in_frame // width, in_frame % width])
+def _grids(parts: Sequence[Item], key: str, seconds_key: str) -> tuple[IntArray, Array]:
+    """Grids int64[B, 3] and seconds float32[B] (1 where there are none) of the parts with a key."""
+    found = [part for part in parts if key in part]
+    grids = np.array([part[key].reshape(3).tolist() for part in found], dtype=np.int64).reshape(-1, 3)
+    return grids, np.array([float(part.get(seconds_key, 1.0)) for part in found], dtype=np.float32)

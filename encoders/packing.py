@@ -27,7 +27,17 @@ def use_packed_attention(model: Any) -> Any:
 
     Returns:
         The same model.
+
+    Raises:
+        ValueError: If layers of the LLM attend within sliding windows or chunks, which packed attention does not know.
     """
+    text = model.config.get_text_config()
+    kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention"}
+    if kinds or (not getattr(text, "layer_types", None) and getattr(text, "sliding_window", None)):
+        raise ValueError(
+            f"`model` must have an LLM of full attention, but has {sorted(kinds) or 'a sliding window'} instead: "
+            "leave its attention as it is (`sdpa` masks packed samples by their positions)."
+        )
     _register()
     if model.config.get_text_config() is model.config:
         model.set_attn_implementation(PACKED_ATTENTION)

@@ -6,10 +6,19 @@ import importlib
 from typing import Any
 
 _HOME_OF_ADAPTER = {
-    "Qwen2_5OmniVisionEncoder": ("orch.encoders.qwen_omni", "QwenVisionAdapter"),
-    "Qwen2_5_VisionTransformerPretrainedModel": ("orch.encoders.qwen_omni", "QwenVisionAdapter"),
-    "Qwen2VisionTransformerPretrainedModel": ("orch.encoders.qwen_omni", "QwenVisionAdapter"),
+    "Qwen2VisionTransformerPretrainedModel": ("orch.encoders.qwen_vl", "QwenVisionAdapter"),
+    "Qwen2_5_VisionTransformerPretrainedModel": ("orch.encoders.qwen_vl", "Qwen2_5VisionAdapter"),
+    "Qwen2_5OmniVisionEncoder": ("orch.encoders.qwen_omni", "QwenOmniVisionAdapter"),
     "Qwen2_5OmniAudioEncoder": ("orch.encoders.qwen_omni", "QwenOmniAudioAdapter"),
+    "Qwen3VLVisionModel": ("orch.encoders.qwen3_vl", "Qwen3VisionAdapter"),
+    "Qwen3VLMoeVisionModel": ("orch.encoders.qwen3_vl", "Qwen3VisionAdapter"),
+    "Qwen3OmniMoeVisionEncoder": ("orch.encoders.qwen3_omni", "Qwen3OmniVisionAdapter"),
+    "Qwen3OmniMoeAudioEncoder": ("orch.encoders.qwen3_omni", "Qwen3OmniAudioAdapter"),
+    "CLIPVisionModel": ("orch.encoders.tiles", "TileAdapter"),
+    "SiglipVisionModel": ("orch.encoders.tiles", "TileAdapter"),
+    "InternVLVisionModel": ("orch.encoders.tiles", "TileAdapter"),
+    "WhisperEncoder": ("orch.encoders.whisper", "WhisperAdapter"),
+    "Qwen2AudioEncoder": ("orch.encoders.whisper", "Qwen2AudioAdapter"),
 }
 ADAPTER_METHODS = (
     "split",

@@ -53,6 +53,7 @@ def calibrate(
     costs: dict[str, CostModel] = {}
     stages = stages_in(model)
     for name, stage in stages.items():
+        stage.bind(model.config)
         items = [item for sample in samples for item in stage.adapter.split(sample)]
         if items:
             costs[name] = _measured(

@@ -57,9 +57,11 @@ def draw_sample(
         media = frozenset[str]().union(*(adapter.keys for adapter in adapters.values()))
         record = {key: value for key, value in sample.items() if key not in media}
         for name, items in split.items():
-            _check_placeholders(name, ids, sum(map(adapters[name].num_rows, items)), placeholders.get(name, ()))
+            num_tokens = getattr(adapters[name], "num_tokens", adapters[name].num_rows)
+            _check_placeholders(name, ids, sum(map(num_tokens, items)), placeholders.get(name, ()))
             for index, item in enumerate(items):
-                record |= {f"{_PART}:{name}:{index}:{k}": v for k, v in adapters[name].llm_part(item).items()}
+                part = adapters[name].llm_part(item) or {"": 0}  # an item without a part counts too
+                record |= {f"{_PART}:{name}:{index}:{k}": v for k, v in part.items()}
         return DrawnSample(
             parcel=encode_record(record),
             items={name: [encode_record(item) for item in items] for name, items in split.items()},
@@ -85,7 +87,8 @@ def open_parcel(parcel: torch.Tensor, stage_names: Sequence[str]) -> tuple[dict[
         name, index, part_key = key[len(_PART) + 1 :].split(":", 2)
         if int(index) == len(parts[name]):
             parts[name].append({})
-        parts[name][int(index)][part_key] = value
+        if part_key:
+            parts[name][int(index)][part_key] = value
     return sample, parts
 
 
@@ -119,11 +122,11 @@ def _tokens(sample: Sample, key: str) -> torch.Tensor:
     return tokens
 
 
-def _check_placeholders(name: str, ids: torch.Tensor, num_rows: int, tokens: Sequence[int]) -> None:
+def _check_placeholders(name: str, ids: torch.Tensor, num_tokens: int, tokens: Sequence[int]) -> None:
     if tokens:
         found = int(torch.isin(ids, torch.tensor(list(tokens))).sum())
-        if found != num_rows:
+        if found != num_tokens:
             raise ValueError(
-                f"`input_ids` must hold a placeholder for each of the {num_rows} rows of stage {name!r}, "
+                f"`input_ids` must hold a placeholder for each of the {num_tokens} rows of stage {name!r}, "
                 f"but holds {found} instead."
             )

@@ -93,7 +93,7 @@ class _ModelHooks:
         self.stages = stages_in(model)
         self._micro_step: MicroStep | None = None
         self._labels: torch.Tensor | None = None
-        self._unused: list[torch.Tensor] = []
+        self._waiting: list[tuple[Stage, nn.Module, tuple[torch.Tensor, ...], tuple[Item, ...]]] = []
 
     def before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         micro_step = kwargs.pop(BATCH_KEY, None)
@@ -108,27 +108,25 @@ class _ModelHooks:
         for name, batch in micro_step.stages.items():
             rows = run_stage(self.stages[name], batch, micro_step)
             self.stages[name].route(rows, batch.parts, batch.part_rows)
-            if not batch.parts:
-                self._unused += rows
+            self._waiting.append((self.stages[name], model, rows, batch.parts))
         return args, kwargs
 
     def after_embedding(self, module: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> Any:
-        """Ties rows that this rank has no use for into the graph, so that backward exchanges run here too."""
-        if not self._unused:
-            return None
-        unused, self._unused = self._unused, []
-        return output + 0 * sum(rows.sum() for rows in unused).to(output.dtype)  # type: ignore[union-attr]
+        """Ties what this rank has no use for into the graph, so that its backward exchanges run here too."""
+        waiting, self._waiting = self._waiting, []
+        idle = sum(stage.idle(model, rows, parts) for stage, model, rows, parts in waiting)
+        return output + idle.to(output.dtype) if isinstance(idle, torch.Tensor) else None
 
     def after_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         micro_step, labels = self._micro_step, self._labels
         unserved = [name for name, stage in self.stages.items() if stage.unserved()]
-        unused = bool(self._unused)
-        self._micro_step, self._labels, self._unused = None, None, []
+        waiting = any(not parts for *_, parts in self._waiting)
+        self._micro_step, self._labels, self._waiting = None, None, []
         for stage in self.stages.values():
             stage.release()
         if micro_step is None or output is None:
             return None
-        if unserved or unused:
+        if unserved or waiting:
             raise RuntimeError(
                 f"The model's forward did not use what was routed to it: stages {unserved or 'without items'}; its "
                 "gradients would be wrong. Does the model's forward embed `input_ids` and call its encoders?"

@@ -98,6 +98,8 @@ def make_setup(
         raise ValueError(f"`exchange` must be one of {EXCHANGE_METHODS}, but is {exchange!r} instead.")
     info = read_engine(engine)
     stages = stages_in(info.model)
+    for stage in stages.values():
+        stage.bind(info.model.config)
     instrument_model(info.model)
     backbone = importlib.import_module("orch.encoders.backbone")
     num_ranks = get_world_size(info.group)

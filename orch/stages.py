@@ -26,8 +26,15 @@ class EncoderAdapter(Protocol):
     """How to count, split, join and feed one encoder. It knows nothing of ranks.
 
     An item is a dict of tensors under the sample's own key names: one image, clip or recording. An adapter may also
-    have `placeholders`: names of the model configuration's ids of tokens that stand for the encoder's rows, one token a
-    row; samples whose tokens and items disagree are then refused before anything moves.
+    have
+
+    - `placeholders`: names of the model configuration's ids of tokens that stand for items; samples whose tokens and
+      items disagree are then refused before anything moves. `num_tokens(item)` says how many an item has, where that
+      is not its `num_rows`.
+    - `bind(config)`: given the model's configuration once the model is known, returns the adapter to use from then on.
+    - `idle(model, parts)`: for models with something of their own between encoder and LLM, such as a projector, which
+      every rank must run as often as the others. For each kind of item that `parts` (those of this rank's LLM batch)
+      lack, a list of items and a function that takes them through it, calling the encoder once; a tensor comes back.
     """
 
     keys: frozenset[str]
@@ -99,6 +106,11 @@ class Stage:
         assert self._routed is None, self.name
         return self.adapter.rows(self.encoder(**inputs))
 
+    def bind(self, config: Any) -> None:
+        """Tells the adapter the configuration of the model, if it asks for it."""
+        if hasattr(self.adapter, "bind"):
+            self.adapter = self.adapter.bind(config)
+
     def route(self, rows: tuple[torch.Tensor, ...], parts: Sequence[Item], num_rows: Sequence[int]) -> None:
         """Holds the rows of this rank's LLM items ready for the model's own calls."""
         pieces = [torch.split(tensor, list(num_rows)) for tensor in rows] if num_rows else []
@@ -106,6 +118,18 @@ class Stage:
             tuple(torch.cat([tensor[i] for i in positions]) for tensor in pieces)
             for positions in self.adapter.calls(list(parts))
         ]
+
+    def idle(self, model: nn.Module, rows: tuple[torch.Tensor, ...], parts: Sequence[Item]) -> torch.Tensor | float:
+        """0, with all in its graph that this rank's LLM batch leaves out: the rows, and what lies before the LLM."""
+        unused = 0.0 if parts else 0 * sum(tensor.sum() for tensor in rows)
+        calls = self.adapter.idle(model, list(parts)) if hasattr(self.adapter, "idle") else []
+        held, total = self._routed, unused
+        for items, call in calls:
+            size = sum(map(self.adapter.num_rows, items))
+            self._routed = [tuple(tensor.new_zeros(size, *tensor.shape[1:]) + unused for tensor in rows)]
+            total = total + 0 * call().sum()
+        self._routed = held
+        return total
 
     def release(self) -> None:
         """Makes the encoder plain again."""
