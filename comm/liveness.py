@@ -109,6 +109,10 @@ class Liveness:
         else:
             self._background = "" if idle else doing
 
+    def pause(self) -> None:
+        """From now on leaving is no failure, as with `idle`; what this rank did last is still told should it fail."""
+        self._idle = True
+
     @property
     def doing(self) -> str:
         """What this rank does, in words."""
@@ -191,7 +195,7 @@ class Liveness:
     def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if os.getpid() == self._pid and not self._stopped.is_set():
             self._victim = self._victim or isinstance(error, (RankFailedError, PeerLostError))
-            if not self._victim and is_of_a_collective(error):
+            if is_of_a_collective(error) and not isinstance(error, (RankFailedError, PeerLostError)):
                 _say(f"orch: {self.explain(error)}")
             if not self._victim:
                 self.post_failure(_in_a_line(kind, error, trace))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from orch.stages import Item, Stage, stages_in
 
 BATCH_KEY = "orch"
 _MARK = "_orch_hooks"
+_MAX_NAMED, _MAX_NAME = 8, 60
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,6 +82,11 @@ class MicroStep:
             return contextlib.nullcontext()
         return self.liveness.guard(phase, step=self.step, stage=stage)
 
+    def note(self, phase: str, stage: str | None = None) -> None:
+        """Says what the training thread does from now on, so that it can be told should this rank be lost."""
+        if self.liveness is not None:
+            self.liveness.note(phase, step=self.step, stage=stage)
+
     def mean_loss(self, loss: torch.Tensor) -> float:
         """This micro-step's share of the step's mean token loss, which is the sum over its ranks and micro-steps."""
         return float(loss.detach()) / (self.loss_scale * self.num_label_tokens) if self.loss_scale else 0.0
@@ -109,6 +115,7 @@ class _ModelHooks:
             rows = run_stage(self.stages[name], batch, micro_step)
             self.stages[name].route(rows, batch.parts, batch.part_rows)
             self._waiting.append((self.stages[name], model, rows, batch.parts))
+        micro_step.note(f"train on {describe_samples(micro_step.samples)}")
         return args, kwargs
 
     def after_embedding(self, module: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> Any:
@@ -138,6 +145,7 @@ class _ModelHooks:
 
 def run_stage(stage: Stage, batch: StageBatch, micro_step: MicroStep) -> tuple[torch.Tensor, ...]:
     """Encodes this rank's balanced batch and sends the rows straight to the LLM's layout."""
+    micro_step.note("encode", stage.name)
     rows = tuple(tensor[: batch.num_rows] for tensor in stage.encode(batch.inputs))
     if not batch.moves or micro_step.group is None:
         index = torch.from_numpy(batch.exchange.send_index[batch.exchange.recv_index]).to(rows[0].device)
@@ -145,6 +153,13 @@ def run_stage(stage: Stage, batch: StageBatch, micro_step: MicroStep) -> tuple[t
     method = micro_step.exchange_method
     with micro_step.guard("exchange rows", stage.name):
         return tuple(exchange_many(rows, batch.exchange, micro_step.group, method=method, label=stage.name))
+
+
+def describe_samples(samples: Sequence[Mapping[str, Any]]) -> str:
+    """The first few samples by their ids, for messages."""
+    names = [repr(sample.get("id", "(without an id)"))[:_MAX_NAME] for sample in samples[:_MAX_NAMED]]
+    more = f" and {len(samples) - _MAX_NAMED} more" if len(samples) > _MAX_NAMED else ""
+    return f"samples {', '.join(names)}{more}" if names else "no samples"
 
 
 def instrument_model(model: nn.Module) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -11,7 +12,7 @@ from torch import nn
 
 from orch.comm.topology import Topology
 from orch.cost import CostModel
-from orch.micro_step import BATCH_KEY, MicroStep
+from orch.micro_step import BATCH_KEY, MicroStep, describe_samples
 from orch.prefetch import Prefetcher
 from orch.prepare import Collate, to_device
 from orch.producer import Ready, StepProducer
@@ -19,6 +20,7 @@ from orch.report import Report
 from orch.setup import Setup, make_setup
 
 DEFAULT_TIMEOUT_S = 600.0
+_CLOSE_S = 2.0
 
 
 class GroupLoader(Protocol):
@@ -46,23 +48,25 @@ class OrchestratedLoader:
         self.report = Report()
         self.micro_step: MicroStep | None = None
         self._prefetch, self._timeout_s = prefetch, timeout_s
-        self._closing = False
+        self._ahead: Prefetcher[Ready] | None = None
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        self._closing = False
+        self._end_former_epoch()
+        closing = threading.Event()
         groups = iter(self.loader.groups() if hasattr(self.loader, "groups") else self.loader)
-        produced = StepProducer(groups, self.setup, self.report, lambda: self._closing)
-        if self._prefetch == 0:
-            yield from map(self._hand_over, produced)
-            return
-        ahead = Prefetcher(produced, self._prefetch, self._check_wait)
+        produced = StepProducer(groups, self.setup, self.report, closing.is_set)
         try:
+            if self._prefetch == 0:
+                yield from map(self._hand_over, produced)
+                return
+            self._ahead = ahead = Prefetcher(produced, self._prefetch, closing, self._check_wait)
             while (ready := self._next(ahead)) is not None:
                 yield self._hand_over(ready)
-        finally:
-            self._closing = True
-            self.setup.liveness.note("end of an epoch", idle=True)
-            ahead.close(self._timeout_s)
+            self.setup.liveness.note("end of an epoch")
+        finally:  # At the end, after `break`, and while an exception of the loop's body is on its way up.
+            self.setup.liveness.pause()
+            if self._ahead is not None:
+                self._ahead.close(min(_CLOSE_S, self._timeout_s))
 
     def __len__(self) -> int:
         """Number of micro-steps, as the loader estimates it."""
@@ -78,6 +82,14 @@ class OrchestratedLoader:
         """Whether the optimizer steps after the batch yielded last; under DDP the others may run in `no_sync`."""
         return self.micro_step is None or self.micro_step.is_last
 
+    def _end_former_epoch(self) -> None:
+        """Waits for the background thread of the epoch before, which shares its process group with the next."""
+        if self._ahead is not None and not self._ahead.close(self._timeout_s):
+            raise self._explained(
+                TimeoutError(f"The epoch before did not end on rank {self.setup.rank} in {self._timeout_s:.0f} s.")
+            )
+        self._ahead = None
+
     def _next(self, ahead: Prefetcher[Ready]) -> Ready | None:
         self.setup.liveness.note("wait for a batch")
         start = time.perf_counter()
@@ -90,7 +102,7 @@ class OrchestratedLoader:
         if ready.micro_step.index == 0:
             self.report.steps.append(ready.metrics)
         device = self.setup.device
-        self.setup.liveness.note("train", step=ready.micro_step.step)
+        ready.micro_step.note(f"train on {describe_samples(ready.micro_step.samples)}")
         stages = {
             name: replace(batch, inputs=to_device(batch.inputs, device))
             for name, batch in ready.micro_step.stages.items()
@@ -102,9 +114,19 @@ class OrchestratedLoader:
 
     def _check_wait(self, waited_s: float) -> None:
         if waited_s > self._timeout_s:
-            raise TimeoutError(
-                f"Rank {self.setup.rank} waited {waited_s:.0f} s for a batch; the limit is {self._timeout_s:.0f} s."
+            raise self._explained(
+                TimeoutError(
+                    f"Rank {self.setup.rank} waited {waited_s:.0f} s for a batch; the limit is {self._timeout_s:.0f} s."
+                )
             )
+
+    def _explained(self, error: TimeoutError) -> Exception:
+        """The same, saying what each rank does, where there are others."""
+        if self.setup.topology.num_ranks == 1:
+            return error
+        explained = self.setup.liveness.explain(error)
+        explained.__cause__ = error
+        return explained
 
 
 def orchestrate(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import sys
 import threading
 from collections.abc import Callable, Iterable
 from typing import Generic, TypeVar
@@ -20,18 +21,21 @@ class Prefetcher(Generic[T]):
     """Runs an iterable in a thread, at most `depth` results ahead.
 
     Closing does not interrupt the iterable, which may be in the middle of a collective: results are thrown away until
-    it ends by itself. Whoever closes must have told it to end.
+    it ends by itself, which it is expected to do once `closing` is set.
 
     Args:
         source: Produces results; runs in the thread.
         depth: Results held ready, besides the one that the thread is working on.
+        closing: Set by `close`.
         on_wait: Called every half second while `next` waits; raises to end the wait.
     """
 
-    def __init__(self, source: Iterable[T], depth: int, on_wait: Callable[[float], None]) -> None:
+    def __init__(
+        self, source: Iterable[T], depth: int, closing: threading.Event, on_wait: Callable[[float], None]
+    ) -> None:
         self._ready: queue.Queue[T | _End] = queue.Queue(maxsize=max(depth, 1))
         self._on_wait = on_wait
-        self._closing = threading.Event()
+        self._closing = closing
         self._thread = threading.Thread(target=self._run, args=(source,), daemon=True, name="orch-prefetch")
         self._thread.start()
 
@@ -56,9 +60,10 @@ class Prefetcher(Generic[T]):
         return None
 
     def close(self, timeout_s: float) -> bool:
-        """Waits for the thread to end; whether it did."""
+        """Waits for the thread to end; whether it did. While the interpreter ends no thread runs: it does not wait."""
         self._closing.set()
-        self._thread.join(timeout_s)
+        if not sys.is_finalizing():
+            self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def _run(self, source: Iterable[T]) -> None:

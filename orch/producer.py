@@ -15,7 +15,7 @@ from orch.draw import DrawnSample, draw_sample, measure
 from orch.lengths import StepLengths, merge_lengths, pack_lengths
 from orch.loss import loss_scale
 from orch.metrics import StepMetrics, step_metrics
-from orch.micro_step import MicroStep
+from orch.micro_step import MicroStep, describe_samples
 from orch.plan import MicroStepPlan, StepPlan, plan_step
 from orch.prepare import Named, exchange_step_parcels, stage_batch
 from orch.report import Report
@@ -49,7 +49,7 @@ class _Draw:
 
     @property
     def status(self) -> Status:
-        if self.error is not None:
+        if self.error is not None and not isinstance(self.error, RankFailedError):
             return Status.FAILED
         return Status.OK if self.lengths.num_micro_steps else Status.ENDED
 
@@ -97,10 +97,15 @@ class StepProducer:
             return _Draw([], measure([], self._names), error)
 
     def _gather_lengths(self, draw: _Draw, closing: bool, step: int) -> StepLengths | None:
-        """Everyone's lengths; None once no rank has a sample left, or once one has stopped."""
+        """Everyone's lengths; None once no rank has a sample left, or once one has stopped.
+
+        A rank that was told by its loader of another's failure leaves it to that one to say so.
+        """
         start = time.perf_counter()
         vector = np.concatenate([np.array([self._agreed, closing], dtype=np.int64), pack_lengths(draw.lengths)])
         vectors = self._together(draw.status, draw.error, vector, "lengths", step)
+        if draw.error is not None:
+            raise draw.error
         self._report.gather_ms.append(1e3 * (time.perf_counter() - start))
         self._check_setups([int(v[0]) for v in vectors])
         stopped = [rank for rank, v in enumerate(vectors) if v[1]]
@@ -144,7 +149,11 @@ class StepProducer:
                 batch |= adapter.llm_inputs([part for sample in parts for part in sample])
             ready = batch, self._micro_step(lengths, stages, arrived.named, step, index)
         except Exception as error:
-            failure = error
+            failure = RuntimeError(
+                f"step {step}, micro-step {index}, batch of the {describe_samples(arrived.named)}: "
+                f"{type(error).__name__}: {error}"
+            )
+            failure.__cause__ = error
         self._together(
             Status.OK if failure is None else Status.FAILED, failure, np.empty(0, np.int64), "prepared", step
         )

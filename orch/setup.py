@@ -125,9 +125,11 @@ def make_setup(
 
 @functools.cache
 def _heartbeat(timeout_s: float) -> Liveness:
-    """One heartbeat for each process, whatever the number of loaders."""
-    silent_s = min(30.0, timeout_s)
-    return Liveness.start(LivenessConfig(suspect_after_s=min(5.0, silent_s), lost_after_s=silent_s))
+    """One heartbeat for each process, whatever the number of loaders. A silent rank ends the others within a minute."""
+    silent_s = max(2.0, min(30.0, timeout_s))
+    return Liveness.start(
+        LivenessConfig(suspect_after_s=min(5.0, silent_s), lost_after_s=silent_s, end_after_s=min(10.0, timeout_s))
+    )
 
 
 def _accumulate(info: EngineInfo, accumulate: int | None) -> int:

@@ -1,0 +1,274 @@
+"""Whatever strikes one rank, every rank ends soon, with a message that names the rank and the sample to blame."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import orch
+from orch import odb
+from tests.omni import make_sample, small_model
+from tests.ranks import run_ranks
+
+LIMIT_S = 60
+BLAMED = 1
+STEP = 2
+KINDS = [{"grids": [(4, 4)]}, {"frames": [15]}, {}, {"grids": [(2, 2)], "frames": [9]}]
+
+
+class Samples:
+    """A dataset of small samples; at one of them something happens."""
+
+    def __init__(self, num_samples=96, fault=None, at=None):
+        self.config = small_model(torch.float32, staged=False).config
+        self.num_samples, self.fault, self.at = num_samples, fault, at
+
+    def __len__(self):
+        return self.num_samples
+
+    def __getitem__(self, index):
+        if index == self.at and not _is_probing():
+            self.fault()
+        return make_sample(self.config, index, num_text=8, **KINDS[index % 4])
+
+
+def _is_probing():
+    """A length is asked for before training, in the main process; faults here are to strike while training."""
+    return sys._getframe(4).f_code.co_name == "probe_lengths"
+
+
+def kill():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop():
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def fail():
+    raise ArithmeticError("struck")
+
+
+def interrupt():
+    signal.raise_signal(signal.SIGINT)
+
+
+def hang():
+    time.sleep(10 * LIMIT_S)
+
+
+def train(dataset=None, strike=None, timeout_s=30, collate_fn=None, folder=None, **options):
+    """Trains; on the blamed rank, `strike(step, model)` is called before each step, or may hook into the model."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    model = small_model(torch.float32)
+    ddp = torch.nn.parallel.DistributedDataParallel(model)
+    options = {"token_budget": 100, "layout": "packed", "buffer_size": 8, **options}
+    if options.get("num_workers"):
+        options["worker_init_fn"] = _note_worker(folder)
+    loader = odb.ODBDataLoader(dataset or Samples(), **options)
+    batches = orch.orchestrate(loader, ddp, timeout_s=timeout_s, collate_fn=collate_fn)
+    step = 0
+    for step, batch in enumerate(batches):
+        if strike is not None and dist.get_rank() == BLAMED and step == STEP:
+            time.sleep(1.2)  # Steps of real models last longer than a beat.
+            strike(model)
+        ddp(**batch).loss.backward()
+    return step
+
+
+def _note_worker(folder):
+    """Leaves the worker's id in a file, and takes it out of reach of the launcher, which ends what ranks started."""
+
+    def note(_):
+        if folder is not None:
+            (Path(folder) / str(os.getpid())).touch()
+            os.setpgid(0, 0)
+
+    return note
+
+
+def check_no_worker_is_left(folder, limit_s=15):
+    workers = [int(path.name) for path in Path(folder).iterdir()]
+    assert workers
+    deadline = time.monotonic() + limit_s
+    while left := [pid for pid in workers if _is_alive(pid)]:
+        if time.monotonic() > deadline:
+            for pid in left:
+                os.kill(pid, signal.SIGKILL)
+        assert time.monotonic() < deadline, f"workers {left} are left"
+        time.sleep(0.2)
+
+
+def _is_alive(pid):
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    return False
+
+
+def outcomes_of(num_ranks=2, **options):
+    """How each rank ended: none may hang. Returns (rank to blame, others)."""
+    outcomes = run_ranks(lambda: train(**options), num_ranks, expect_failure=True, timeout_s=LIMIT_S)
+    others = [outcome for outcome in outcomes if outcome.rank != BLAMED]
+    assert all(outcome.failed and not outcome.hung for outcome in others), others
+    return outcomes[BLAMED], others
+
+
+def told(outcome):
+    return outcome.traceback + outcome.stderr
+
+
+AT = {
+    "between batches": lambda fate: lambda model: fate(),
+    "in an encoder": lambda fate: lambda model: model.model.visual.blocks[0].register_forward_hook(lambda *_: fate()),
+    "in the LLM": lambda fate: lambda model: _last_layer(model).register_forward_hook(lambda *_: fate()),
+    "in the backward": lambda fate: lambda model: _last_layer(model).register_full_backward_hook(lambda *_: fate()),
+}
+
+
+def _last_layer(model):
+    return model.model.language_model.layers[-1]
+
+
+def test_without_a_fault_all_ranks_train(tmp_path):
+    assert min(run_ranks(lambda: train(num_workers=1, folder=tmp_path), 2)) > STEP
+    check_no_worker_is_left(tmp_path)
+
+
+@pytest.mark.parametrize(("moment", "num_ranks"), [("between batches", 3), ("in the LLM", 2), ("in the backward", 2)])
+def test_a_killed_rank(moment, num_ranks, tmp_path):
+    killed, others = outcomes_of(num_ranks, strike=AT[moment](kill), num_workers=1, folder=tmp_path)
+    assert killed.exit_code == -signal.SIGKILL
+    for outcome in others:
+        assert "rank 1 is lost" in told(outcome)
+        assert f"last in: step {STEP}, train on samples 's" in told(outcome)
+    check_no_worker_is_left(tmp_path)
+
+
+@pytest.mark.parametrize("moment", list(AT))
+def test_an_exception_in_a_ranks_model_or_loop(moment):
+    failed, others = outcomes_of(strike=AT[moment](fail))
+    assert "ArithmeticError: struck" in failed.traceback
+    where = f"step {STEP}, stage vision, encode" if moment == "in an encoder" else f"step {STEP}, train on samples 's"
+    for outcome in others:
+        assert f"rank 1 failed in {where}" in told(outcome)
+        assert "ArithmeticError: struck" in told(outcome)
+
+
+def test_an_interrupted_rank_ends_the_others():
+    interrupted, others = outcomes_of(strike=AT["between batches"](interrupt))
+    assert "KeyboardInterrupt" in interrupted.traceback
+    for outcome in others:
+        assert f"rank 1 failed in step {STEP}, train on samples 's" in told(outcome)
+        assert "KeyboardInterrupt" in told(outcome)
+
+
+def test_a_stopped_rank_is_named():
+    stopped, others = outcomes_of(strike=AT["between batches"](stop), timeout_s=4)
+    assert stopped.hung
+    for outcome in others:
+        assert "rank 1 has been silent for" in told(outcome)
+        assert f"last in: step {STEP}, train on samples 's" in told(outcome)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_an_exception_in_the_dataset(num_workers, tmp_path):
+    at = 41
+    failed, others = outcomes_of(dataset=Samples(fault=fail, at=at), num_workers=num_workers, folder=tmp_path)
+    for outcome in (failed, *others):
+        assert "Rank 1 failed" in outcome.traceback
+        assert f"ArithmeticError: Sample {at} on rank 1: struck" in outcome.traceback
+    if num_workers:
+        check_no_worker_is_left(tmp_path)
+
+
+def test_a_killed_worker(tmp_path):
+    at = 41
+    failed, others = outcomes_of(dataset=Samples(fault=kill, at=at), num_workers=2, folder=tmp_path)
+    for outcome in (failed, *others):
+        assert "Rank 1 failed" in outcome.traceback
+        assert f"ended with exit code -9 while reading sample {at}" in outcome.traceback
+    check_no_worker_is_left(tmp_path)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_dataset_that_hangs(num_workers):
+    dataset = Samples(fault=hang, at=41)
+    hung, others = outcomes_of(dataset=dataset, num_workers=num_workers, timeout_s=6)
+    for outcome in (hung, *others):
+        assert outcome.failed
+        assert not outcome.hung
+        assert "waited 6 s for a batch" in told(outcome)
+        assert re.search(r"ranks? (0-)?1: wait for a batch; in the background step \d, draw", told(outcome))
+
+
+def test_an_exception_while_a_batch_is_collated():
+    failed, others = outcomes_of(collate_fn=_failing_collate)
+    for outcome in (failed, *others):
+        assert "Rank 1 failed" in outcome.traceback
+        assert "of the samples 's" in outcome.traceback
+        assert "ArithmeticError: struck" in outcome.traceback
+
+
+def _failing_collate(samples, parts):
+    from orch.encoders.backbone import collator_for
+
+    if dist.get_rank() == BLAMED and any(int(sample["id"][1:]) > 30 for sample in samples):
+        fail()
+    return collator_for(small_model(torch.float32, staged=False), "packed")(samples, parts)
+
+
+def test_a_sample_that_breaks_the_contract_is_named_on_every_rank():
+    failed, others = outcomes_of(dataset=Unplaced())
+    for outcome in (failed, *others):
+        assert "Rank 1 failed" in outcome.traceback
+        assert "Sample 's41': `input_ids` must hold a placeholder for each" in outcome.traceback
+
+
+class Unplaced(Samples):
+    def __getitem__(self, index):
+        sample = super().__getitem__(index)
+        if index == 41:
+            sample = make_sample(self.config, index, grids=[(2, 2)])
+            sample["input_ids"] = torch.full_like(sample["input_ids"], 20)
+        return sample
+
+
+PROGRAM = """
+import sys, torch.distributed as dist
+from tests.dist import test_faults as faults
+
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
+faults.train(strike=faults.AT["between batches"](faults.fail), num_workers=1, folder=sys.argv[3])
+"""
+
+
+def test_interpreters_end_by_themselves(tmp_path):
+    """Nothing holds back a process that ends by an exception: no thread, no worker."""
+    (tmp_path / "workers").mkdir()
+    command = [sys.executable, "-c", PROGRAM]
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "PYTHONPATH": f"{root}:{root / 'examples'}", "OMP_NUM_THREADS": "1"}
+    arguments = [str(tmp_path / "store"), str(tmp_path / "workers")]
+    processes = [
+        subprocess.Popen([*command, str(rank), *arguments], stderr=subprocess.PIPE, text=True, env=environment)
+        for rank in range(2)
+    ]
+    try:
+        errors = [process.communicate(timeout=LIMIT_S)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [1, 1], errors
+    assert f"rank 1 failed in step {STEP}, train on samples 's" in errors[0]
+    check_no_worker_is_left(tmp_path / "workers")
