@@ -14,6 +14,7 @@ import orch
 from orch.encoders.packing import use_packed_attention
 from orch.encoders.registry import adapter_for
 from orch.loss import num_label_tokens, token_loss_sum
+from orch.stages import stage_of
 from tests.families import FAMILIES, VOCAB
 
 __all__ = ["FAMILIES"]
@@ -115,6 +116,24 @@ def worst_error(gradients: Mapping[str, torch.Tensor | None], expected: Mapping[
             for name, grad in expected.items()
         ]
     return max(errors)
+
+
+def count_entries(model: Any, name: str) -> dict[str, int]:
+    """Counts from here on how often each encoder itself runs, and the projector if there is one."""
+    entered = dict.fromkeys(FAMILIES[name].towers, 0)
+
+    def count(key: str, run: Any, *args: Any, **kwargs: Any) -> Any:
+        entered[key] += 1
+        return run(*args, **kwargs)
+
+    for stage, path in FAMILIES[name].towers.items():
+        instrument = stage_of(model.get_submodule(path))
+        instrument._plain_forward = functools.partial(count, stage, instrument._plain_forward)
+    for path, module in model.named_modules():
+        if path.endswith("projector"):
+            entered["projector"] = 0
+            module.forward = functools.partial(count, "projector", module.forward)
+    return entered
 
 
 class Groups:
