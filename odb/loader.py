@@ -25,7 +25,7 @@ from orch.odb.heartbeat import DEFAULT_LOST_AFTER_S
 from orch.odb.iterator import LoaderIterator
 from orch.odb.measure import LengthFn
 from orch.odb.options import Grouping, check_arguments, take_older_names, window_size
-from orch.odb.peers import join_peers
+from orch.odb.peers import join_peers, topology_of
 from orch.odb.pipeline import Pipeline
 from orch.odb.rounds import LocalRounds, RoundContext
 from orch.odb.sampling import ShardedOrder, order_of
@@ -70,7 +70,7 @@ class ODBDataLoader:
         sampler: Indices that this rank reads; without one the loader shards the data set by itself.
         shard_stream: Whether an iterable data set is divided among ranks and workers here; False if it does so itself.
         drop_last: Only False: use `join` instead.
-        topology: Which ranks share a node, so that samples travel within; by default all of them.
+        topology: Which ranks share a node, so that samples travel within; by default as the launcher says.
         group: Data-parallel process group; by default the world.
         rank: Given with `world_size` if not that of `group`, e.g. 0 of 1 for a loader on one rank only.
         world_size: Number of ranks that share the data.
@@ -140,7 +140,7 @@ class ODBDataLoader:
         self.accumulation_steps, self.pin_memory = accumulation_steps, pin_memory
         self.shuffle, self.seed, self.num_workers = shuffle, seed, dataloader_kwargs.get("num_workers", 0)
         self.peers = join_peers(group, rank, world_size, lost_after_s)
-        self.topology = topology or Topology(self.peers.num_ranks)
+        self.topology = topology or topology_of(self.peers, group)
         self.order = order_of(
             dataset, sampler, shuffle=shuffle, seed=seed, rank=self.peers.rank, num_ranks=self.peers.num_ranks
         )
@@ -290,12 +290,11 @@ class ODBDataLoader:
 
     def _estimated_micro_steps(self) -> int:
         if self.order is None:
-            raise TypeError("A loader over an iterable data set has no length before its first epoch has ended.")
+            raise TypeError("A loader over an iterable data set has no length before an epoch has ended.")
         num_samples = len(self.order)
         if isinstance(self.order, ShardedOrder):
             num_samples = math.ceil(self.order.num_samples / self.peers.num_ranks)
         lengths = self._feed.probe_lengths(NUM_PROBES)
-        if not len(lengths) or not num_samples:
+        if not len(lengths):
             return num_samples
-        num_groups = len(form_groups(lengths, self.budget))
-        return max(1, round(num_groups * num_samples / len(lengths)))
+        return math.ceil(len(form_groups(lengths, self.budget)) * num_samples / len(lengths))

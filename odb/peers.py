@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 
 import numpy as np
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, distributed_c10d
 
 from orch.comm.gather import RankFailedError, Status, gather, gather_status
 from orch.comm.groups import get_rank, get_world_size, new_cpu_group
-from orch.comm.topology import IntArray
+from orch.comm.topology import IntArray, Topology
 from orch.odb.heartbeat import DEFAULT_LOST_AFTER_S, Heartbeat
 
 LONGEST_WAIT_S = 7 * 86400.0
@@ -105,6 +107,16 @@ def join_peers(
         )
     if num_ranks == 1:
         return Peers(rank, num_ranks)
-    own = new_cpu_group(group, timeout_s=LONGEST_WAIT_S)
+    own = new_cpu_group(group)
     assert own is not None
+    # All ranks must come to make the group soon; from then on the heartbeat decides how long is too long.
+    distributed_c10d._set_pg_timeout(timedelta(seconds=LONGEST_WAIT_S), own)
     return Peers(rank, num_ranks, own, Heartbeat(own, rank, lost_after_s))
+
+
+def topology_of(peers: Peers, group: ProcessGroup | None) -> Topology:
+    """Which ranks share a node, as the launcher's LOCAL_WORLD_SIZE says for the world; else all do."""
+    local = os.environ.get("LOCAL_WORLD_SIZE", "")
+    if group is None and local.isdigit() and 0 < int(local) < peers.num_ranks:
+        return Topology(peers.num_ranks, int(local))
+    return Topology(peers.num_ranks)

@@ -185,8 +185,14 @@ def measure_quality(cvs: Sequence[float], num_samples: int, released: str | None
     for name, package, python, extra in loaders(released):
         for settings, arguments in (("window 256", WINDOW), ("defaults", DEFAULTS)):
             for cv in cvs:
-                run = play("quality", package, python, {**arguments, **extra}, num_samples=num_samples, cv=cv)
-                found[f"{name}; {settings}; CV {cv}"] = quality(run["batches"], draw_lengths(num_samples, cv))
+                title = f"{name}; {settings}; CV {cv}"
+                try:
+                    run = play("quality", package, python, {**arguments, **extra}, num_samples=num_samples, cv=cv)
+                except (RuntimeError, subprocess.TimeoutExpired) as error:
+                    print(f"{title} failed: {str(error).strip().splitlines()[-1]}", file=sys.stderr)
+                    continue
+                found[title] = quality(run["batches"], draw_lengths(num_samples, cv))
+                print(title, found[title], file=sys.stderr)
     for cv in cvs:
         lengths = draw_lengths(num_samples, cv)
         for shuffled in (False, True):
@@ -238,7 +244,7 @@ def main() -> None:
     released = None if options.quick else options.released
     result: dict[str, Any] = {
         "quality": measure_quality(
-            [1.0] if options.quick else [0.5, 1.0, 1.6], 6000 if options.quick else 40000, released
+            [1.0] if options.quick else [0.5, 1.0, 1.6], 6000 if options.quick else 24000, released
         ),
         "cpu_us_per_sample": measure_cost(2000 if options.quick else 8000, released, 1 if options.quick else 3),
         "overlap": measure_overlap(4000 if options.quick else 12000, released),
