@@ -15,8 +15,9 @@ from orch.dispatch.polish import Limits, polish
 from orch.dispatch.problem import DispatchProblem
 
 _PATIENCE = 24
-_FEW_ITEMS = 4096  # up to here it is cheap to look for the bound itself, from every start
+_FEW_ITEMS = 4096  # up to here the drawn layout is a start as well
 _EXPENSIVE = 1 << 62
+_MANY_ITEMS = 1 << 16
 _CLOSE = 14  # with more, a load within 2^-14 (0.006 %) of the lower bound is good enough
 
 
@@ -36,7 +37,7 @@ def dispatch_greedy(problem: DispatchProblem) -> IntArray:
     """
     costs = problem.item_costs("greedy")
     bound, few = least_load(costs, problem.num_bins), len(costs) <= _FEW_ITEMS
-    limits = Limits(bound if few else bound + (bound >> _CLOSE), patience=_PATIENCE)
+    limits = Limits(bound if len(costs) <= _MANY_ITEMS else bound + (bound >> _CLOSE), patience=_PATIENCE)
     items = np.flatnonzero(costs)
     best, least = problem.home, _EXPENSIVE
     for start in (_longest_first, _folded, _as_drawn)[: 3 if few else 2]:
