@@ -3,12 +3,14 @@
 Where batches are filled to the brim and cost is not proportional to tokens (attention within samples), no single move
 or swap helps: it would spill. So two bins pool their items, sort them by length and split each neighbouring pair
 between them; which of a pair goes where changes tokens and cost by the small differences of neighbours. This is
-differencing (Karmarkar and Karp 1982) in two dimensions, finished by flipping the pairs that serve best.
+differencing (Karmarkar and Karp 1982) in two dimensions, finished by turning round the pairs, and swapping the items,
+that serve best.
 """
 
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from orch.comm.topology import IntArray
 from orch.cost import sum_by_bin
@@ -16,6 +18,8 @@ from orch.cost import sum_by_bin
 _MAX_TRADES = 96
 _MAX_PARTNERS = 3
 _MAX_FLIPS = 64
+_MAX_SWAPS = 16
+_NEVER = np.iinfo(np.int64).max
 _SPILL_WEIGHT = 4
 _MAX_PAIRS = 512  # flips look at pairs of pairs; bins of more items are level enough without
 
@@ -59,6 +63,7 @@ def _trade_pair(
     signs = _signs(_differences(costs[items]), _differences(lengths[items]), slack)
     to_first = np.repeat(signs > 0, 2)[: len(items)]
     to_first[1::2] = ~to_first[1::2]
+    _swap_items(costs[items], lengths[items], to_first, slack)
     first = int(costs[items[to_first]].sum())
     tokens = int(lengths[items[to_first]].sum())
     if max(first, total_cost - first) >= loads[pair[0]] or max(tokens, total_tokens - tokens) > cap:
@@ -103,6 +108,23 @@ def _best_flip(cost: IntArray, tokens: IntArray, slack: int, spill_cost: int) ->
     if both.ravel()[best] >= miss(np.int64(0), np.int64(0)):
         return None
     return np.unique(np.array(np.unravel_index(best, both.shape)))
+
+
+def _swap_items(costs: IntArray, tokens: IntArray, to_first: npt.NDArray[np.bool_], slack: int) -> None:
+    """Moves and swaps single items while that brings costs closer to level and tokens within the slack, in place."""
+    for _ in range(_MAX_SWAPS):
+        first, second = np.append(np.flatnonzero(to_first), -1), np.append(np.flatnonzero(~to_first), -1)
+        gap = 2 * int(costs[to_first].sum()) - int(costs.sum())
+        excess = 2 * int(tokens[to_first].sum()) - int(tokens.sum())
+        left = [np.append(values, 0)[first][:, None] - np.append(values, 0)[second] for values in (costs, tokens)]
+        allowed = np.abs(excess - 2 * left[1]) <= max(slack, abs(excess) - 1)
+        miss = np.where(allowed, np.abs(gap - 2 * left[0]), _NEVER)
+        row, column = np.unravel_index(int(np.argmin(miss)), miss.shape)
+        if miss[row, column] >= (abs(gap) if abs(excess) <= slack else _NEVER):
+            return
+        for item in (first[row], second[column]):
+            if item >= 0:
+                to_first[item] = not to_first[item]
 
 
 def _one_or_two(values: IntArray) -> IntArray:
