@@ -14,11 +14,13 @@ import numpy as np
 from orch.comm.topology import IntArray
 from orch.cost import AdditiveCost, PaddedLikeCost, sum_by_bin
 from orch.dispatch.binary_search import dispatch_binary_search
+from orch.dispatch.bounds import least_load
 from orch.dispatch.greedy import dispatch_greedy
 from orch.dispatch.local import dispatch_local
 from orch.dispatch.none import dispatch_none
 from orch.dispatch.placed import place
 from orch.dispatch.problem import DispatchProblem
+from orch.dispatch.trade import trade
 
 Dispatcher = Callable[[DispatchProblem], IntArray]
 
@@ -28,6 +30,7 @@ DISPATCHERS: dict[str, Dispatcher] = {
     "local": dispatch_local,
     "binary_search": dispatch_binary_search,
 }
+_LEVEL = 7  # a load within 2^-7 (0.8 %) of the lower bound is level
 FROM_SCRATCH = ("greedy", "binary_search")
 """Dispatchers that do not look where items are, so that their batches want placing."""
 
@@ -80,9 +83,18 @@ def _under_the_cap(problem: DispatchProblem, dispatcher: str) -> IntArray:
     for quarters in range(1, 5):
         tilted = DISPATCHERS[dispatcher](replace(problem, cost=_TiltedCost(problem.cost, quarters)))
         if problem.fits(tilted):
-            return tilted
+            return _traded(problem, tilted)
         dealt = min(dealt, tilted, key=problem.largest_batch)
-    return dealt
+    return _traded(problem, problem.home) if problem.fits(problem.home) else dealt
+
+
+def _traded(problem: DispatchProblem, bin_of_item: IntArray) -> IntArray:
+    """The layout with costs level, where the cap leaves a tilted one far from it."""
+    if problem.rough or problem.cap is None or problem.layout != "packed":
+        return bin_of_item
+    costs = problem.item_costs("trade")
+    bound = least_load(costs, problem.num_bins)
+    return trade(costs, problem.lengths, bin_of_item, problem.num_bins, problem.cap, bound + (bound >> _LEVEL))
 
 
 @dataclass(frozen=True, slots=True)
