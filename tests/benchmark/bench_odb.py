@@ -26,7 +26,7 @@ from orch.odb.grouping import form_groups
 RUNS = Path(__file__).with_name("odb_runs.py")
 NUM_RANKS = 8
 WINDOW = {"buffer_size": 256, "num_workers": 1, "prefetch_factor": 256}
-DEFAULTS: dict[str, Any] = {"num_workers": 1}
+DEFAULTS: dict[str, Any] = {"num_workers": 4}
 README = {"num_workers": 4, "prefetch_factor": 64}
 Batches = list[list[list[int]]]
 
