@@ -8,7 +8,7 @@ from orch.encoders.collate import PackedCollator, PaddedCollator, text_position_
 
 PACKABLE = (
     "gemma", "granite", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen2_5_omni_text", "qwen2_5_vl_text",
-    "qwen2_vl_text", "qwen3", "qwen3_moe", "qwen3_omni_moe_text", "qwen3_vl_text", "smollm3",
+    "qwen2_vl_text", "qwen3", "qwen3_moe", "qwen3_omni_moe_text", "qwen3_vl_moe_text", "qwen3_vl_text", "smollm3",
 )  # fmt: skip
 """Kinds of LLM (`model_type` of the text configuration) whose packed samples were tested not to see each other."""
 

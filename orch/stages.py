@@ -172,9 +172,7 @@ def stage(encoder: EncoderT, name: str, adapter: EncoderAdapter | None = None) -
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             raise ValueError(f"`encoder` must not hold BatchNorm, but {path!r} is {type(module).__name__} instead.")
     adapter = _known_adapter(encoder) if adapter is None else adapter
-    if not isinstance(adapter, EncoderAdapter):
-        missing = sorted(m for m in _protocol_members() if not hasattr(adapter, m))
-        raise ValueError(f"`adapter` must have {missing}, but {type(adapter).__name__} lacks them instead.")
+    _check_adapter(adapter)
     instrument = Stage(encoder, name, adapter)
     object.__setattr__(encoder, _ATTRIBUTE, instrument)
     object.__setattr__(encoder, "forward", instrument.serve)
@@ -205,6 +203,16 @@ def stages_in(model: nn.Module) -> dict[str, Stage]:
 
 def _known_adapter(encoder: nn.Module) -> Any:
     return importlib.import_module("orch.encoders").adapter_for(encoder)
+
+
+def _check_adapter(adapter: Any) -> None:
+    if isinstance(adapter, type):
+        raise ValueError(f"`adapter` must be an object, but is the class {adapter.__name__} instead.")
+    if missing := sorted(member for member in _protocol_members() if not hasattr(adapter, member)):
+        raise ValueError(
+            f"`adapter` must have {missing}, as `orch.EncoderAdapter` describes them, "
+            f"but {type(adapter).__name__} lacks them instead."
+        )
 
 
 def _protocol_members() -> list[str]:

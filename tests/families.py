@@ -26,6 +26,7 @@ TEXT = {
 }
 LLM, QWEN = TEXT | {"model_type": "llama"}, TEXT | {"model_type": "qwen2"}
 MTEXT = TEXT | {"rope_parameters": MROPE}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 IDS = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START, "vision_end_token_id": END}
 PATCHES = {"depth": 2, "num_heads": 2, "patch_size": 2, "spatial_merge_size": 2, "temporal_patch_size": 2}
 GATED = PATCHES | {"hidden_size": 16, "intermediate_size": 24, "out_hidden_size": 32}
@@ -109,13 +110,11 @@ def whole_window(model: Any, rng: torch.Generator, size: int) -> Media:
     return [AUDIO] * 16, {"input_features": torch.randn(1, BINS, 32, generator=rng)}
 
 
-def frames(model: Any, rng: torch.Generator, size: int) -> Media:
-    """Packed frames of a recording for Qwen3-Omni: a second or more, see its adapter."""
-    length, num_tokens = [(100, 13), (109, 15), (230, 30)][size]
-    tensors = {
-        "input_features": torch.randn(length, BINS, generator=rng),
-        "audio_feature_lengths": torch.tensor([length]),
-    }
+def frames(model: Any, rng: torch.Generator, size: int, of_sizes: tuple[tuple[int, int], ...]) -> Media:
+    """Packed frames of a recording for the Omnis, of one of some (number of frames, number of tokens)."""
+    length, num_tokens = of_sizes[size]
+    features = torch.randn(length, BINS, generator=rng)
+    tensors = {"input_features": features, "audio_feature_lengths": torch.tensor([length])}
     return [SOUND_START, *[AUDIO] * num_tokens, SOUND_END], tensors
 
 
@@ -182,6 +181,8 @@ def of(name: str, module: str, config: str, **kwargs: Any) -> Callable[[], nn.Mo
 VISUAL = {"vision": "model.visual"}
 TILED = {"vision": "model.vision_tower"}
 BOTH = {"vision": "model.visual", "audio": "model.audio_tower"}
+short_frames = functools.partial(frames, of_sizes=((9, 2), (37, 9), (50, 12)))
+long_frames = functools.partial(frames, of_sizes=((100, 13), (109, 15), (230, 30)))  # a second or more: see the adapter
 scaled_video = functools.partial(grid_video, seconds="video_second_per_grid")
 FAMILIES = {
     "qwen2_vl": Family(
@@ -199,12 +200,25 @@ FAMILIES = {
            vision_config=DEEP, **IDS),
         VISUAL, {"image": grid_image, "video": functools.partial(grid_video, apart=True)}, typed,
     ),
+    "qwen3_vl_moe": Family(
+        of("Qwen3VLMoeForConditionalGeneration", "qwen3_vl_moe", "Qwen3VLMoeConfig", text_config=MTEXT | EXPERTS,
+           vision_config=DEEP, **IDS),
+        VISUAL, {"image": grid_image, "video": functools.partial(grid_video, apart=True)}, typed,
+    ),
+    "qwen2_5_omni": Family(
+        of("Qwen2_5OmniThinkerForConditionalGeneration", "qwen2_5_omni", "Qwen2_5OmniThinkerConfig", text_config=MTEXT,
+           vision_config=WINDOWED, audio_config=SOUND | {"output_dim": 32, "n_window": 8},
+           image_token_index=IMAGE, video_token_index=VIDEO, audio_token_index=AUDIO,
+           vision_start_token_id=START, vision_end_token_id=END,
+           audio_start_token_id=SOUND_START, audio_end_token_id=SOUND_END),
+        BOTH, {"image": grid_image, "video": scaled_video, "audio": short_frames}, masked_frames,
+    ),
     "qwen3_omni": Family(
         of("Qwen3OmniMoeThinkerForConditionalGeneration", "qwen3_omni_moe", "Qwen3OmniMoeThinkerConfig",
-           text_config=MTEXT | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+           text_config=MTEXT | EXPERTS,
            vision_config=DEEP, audio_config=SOUND | {"downsample_hidden_size": 4, "output_dim": 32},
            audio_token_id=AUDIO, audio_start_token_id=SOUND_START, **IDS),
-        BOTH, {"image": grid_image, "video": scaled_video, "audio": frames}, masked_frames,
+        BOTH, {"image": grid_image, "video": scaled_video, "audio": long_frames}, masked_frames,
     ),
     "llava_clip": Family(
         of("LlavaForConditionalGeneration", "llava", "LlavaConfig", text_config=LLM, image_token_index=IMAGE,

@@ -66,8 +66,9 @@ def run_step(model, groups, balance, layout):
     "names",
     [
         ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"],
-        ["qwen3_omni", "qwen2_audio", "whisper"],
-        ["llava_clip", "llava_siglip", "llava_onevision", "internvl"],
+        ["qwen2_5_omni", "qwen3_omni"],
+        ["llava_clip", "llava_siglip", "internvl", "qwen2_audio"],
+        ["llava_onevision", "whisper"],
     ],
     ids="+".join,
 )

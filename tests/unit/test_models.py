@@ -118,3 +118,23 @@ def test_a_missing_placeholder_is_refused_before_anything_moves(name):
     model = make_model(name, "packed")
     with pytest.raises(Exception, match="Sample 's0': `input_ids` must hold a placeholder for each of"):
         list(orch.orchestrate(Groups([[sample]]), model, prefetch=0))
+
+
+def test_pictures_that_come_together_in_llava_onevision():
+    """One tile each, beside a sample whose single picture is several tiles."""
+    name, text = "llava_onevision", make_sample("llava_onevision", 1)
+    ids = torch.cat([torch.full((34,), 5), text["input_ids"]])
+    together = {
+        "id": "together",
+        "input_ids": ids,
+        "labels": torch.cat([torch.full((34,), -100), text["labels"]]),
+        "pixel_values": torch.randn(2, 1, 3, 8, 8, generator=torch.Generator().manual_seed(1)),
+        "image_sizes": torch.tensor([[15, 8], [16, 11]]),
+        "batch_num_images": torch.tensor([2]),
+    }
+    samples = [make_sample(name, 2, ["image"]), together, make_sample(name, 4, ["image"])]
+    expected_loss, expected = reference(name, samples)
+    model = make_model(name, "packed")
+    loss, _ = run(model, samples, "packed")
+    assert loss == pytest.approx(expected_loss, rel=1e-12)
+    assert worst_error({key: p.grad for key, p in model.named_parameters()}, expected) < 1e-8
