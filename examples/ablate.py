@@ -167,7 +167,7 @@ def main() -> None:
     """Every rank runs this."""
     parser = make_parser((__doc__ or "").splitlines()[0])
     parser.add_argument("--repeats", type=int, default=3, help="times that every step is run under each variant")
-    parser.set_defaults(steps=16, samples=1000, token_budget=2048)
+    parser.set_defaults(steps=16, samples=1000, token_budget=4096)
     args = parser.parse_args()
     dist.init_process_group("gloo")
     result = run(args)

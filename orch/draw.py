@@ -60,7 +60,7 @@ def draw_sample(
             num_tokens = getattr(adapters[name], "num_tokens", adapters[name].num_rows)
             _check_placeholders(name, ids, sum(map(num_tokens, items)), placeholders.get(name, ()))
             for index, item in enumerate(items):
-                part = adapters[name].llm_part(item) or {"": 0}  # an item without a part counts too
+                part = adapters[name].llm_part(item) or {"": torch.empty(0)}  # an item without a part counts too
                 record |= {f"{_PART}:{name}:{index}:{k}": v for k, v in part.items()}
         return DrawnSample(
             parcel=encode_record(record),

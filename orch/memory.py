@@ -6,6 +6,7 @@ counts its items times the longest.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,16 +22,18 @@ if TYPE_CHECKING:
 LLM = "llm"
 
 
-def memory_caps(lengths: StepLengths, topology: Topology, config: BalanceConfig) -> dict[str, int | None]:
+def memory_caps(
+    lengths: StepLengths, topology: Topology, config: BalanceConfig, peaks: Mapping[str, int] | None = None
+) -> dict[str, int | None]:
     """The most tokens a batch of each stage may hold.
 
-    That of the largest batch as drawn, or `max_tokens` where this is less. In mode "pre" encoders follow their samples
-    and know `max_tokens` alone: None where there is none.
+    That of the largest batch as drawn, in this step or an earlier one (`peaks`), or `max_tokens` where this is less.
+    In mode "pre" encoders follow their samples and know `max_tokens` alone: None where there is none.
     """
     limits = {LLM: config.llm.max_tokens} | {name: config.stage(name).max_tokens for name in lengths.stages}
     caps: dict[str, int | None] = {}
     for name, drawn in largest_drawn(lengths, topology, config).items():
-        limit = limits[name]
+        limit, drawn = limits[name], max(drawn, (peaks or {}).get(name, 0))
         if config.mode == "pre" and name != LLM:
             caps[name] = limit
         else:

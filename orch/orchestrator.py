@@ -49,12 +49,13 @@ class OrchestratedLoader:
         self.micro_step: MicroStep | None = None
         self._prefetch, self._timeout_s = prefetch, timeout_s
         self._ahead: Prefetcher[Ready] | None = None
+        self._peaks: dict[str, int] = {}
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         self._end_former_epoch()
         closing = threading.Event()
         groups = iter(self.loader.groups() if hasattr(self.loader, "groups") else self.loader)
-        produced = StepProducer(groups, self.setup, self.report, closing.is_set)
+        produced = StepProducer(groups, self.setup, self.report, self._peaks, closing.is_set)
         try:
             if self._prefetch == 0:
                 yield from map(self._hand_over, produced)

@@ -90,12 +90,18 @@ class StepPlan:
         return int.from_bytes(digest.digest(), "little") >> 1
 
 
-def plan_step(lengths: StepLengths, topology: Topology, config: BalanceConfig | None = None) -> StepPlan:
+def plan_step(
+    lengths: StepLengths,
+    topology: Topology,
+    config: BalanceConfig | None = None,
+    peaks: Mapping[str, int] | None = None,
+) -> StepPlan:
     """Plans one step.
 
     The plan is a function of the numbers given: every rank that has them computes the same one.
 
-    Memory: no stage's largest batch exceeds the largest it had as drawn, over all micro-steps, nor its `max_tokens`
+    Memory: no stage's largest batch exceeds the largest it had as drawn, over all micro-steps, nor its `max_tokens`;
+    `peaks` adds what earlier steps had as drawn, which is memory that the run needs anyway
     (but in mode "pre" encoders follow their samples, and only `max_tokens` binds them). Where balancing cannot keep
     that, samples keep the micro-step they were drawn for; where this cannot either, everything stays as drawn.
 
@@ -103,6 +109,7 @@ def plan_step(lengths: StepLengths, topology: Topology, config: BalanceConfig | 
         lengths: All samples and items of the step.
         topology: Ranks and nodes.
         config: How to balance; None is `BalanceConfig()`, every stage on its own.
+        peaks: Tokens of the largest batch as drawn in earlier steps, by stage name and "llm"; the same on all ranks.
 
     Returns:
         The plan, with a filler for each rank that would have no sample in a micro-step.
@@ -115,7 +122,7 @@ def plan_step(lengths: StepLengths, topology: Topology, config: BalanceConfig | 
         raise ValueError("`lengths` must hold at least one sample, but holds none instead.")
     if int(lengths.home[-1]) >= topology.num_ranks:
         raise ValueError(f"`home` must be below {topology.num_ranks}, but reaches {lengths.home[-1]} instead.")
-    caps = memory_caps(lengths, topology, config)
+    caps = memory_caps(lengths, topology, config, peaks)
     least: dict[str, int] = {}
     for assignment in Assigner(lengths, topology, config, caps).candidates():
         plan = _lay_out(lengths, topology, assignment)

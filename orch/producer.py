@@ -61,10 +61,14 @@ class StepProducer:
         groups: This rank's groups.
         setup: What the run fixed once.
         report: Where figures go.
+        peaks: Largest batches that the run needed as drawn, by stage; raised step by step, the same on all ranks.
         is_closing: Whether the consumer has stopped; asked before each step, and all ranks end when one says so.
     """
 
-    def __init__(self, groups: Groups, setup: Setup, report: Report, is_closing: Callable[[], bool]) -> None:
+    def __init__(
+        self, groups: Groups, setup: Setup, report: Report, peaks: dict[str, int], is_closing: Callable[[], bool]
+    ) -> None:
+        self._peaks = peaks
         self._groups, self._setup, self._report, self._is_closing = groups, setup, report, is_closing
         self._names = list(setup.stages)
         self._agreed = setup.fingerprint()
@@ -80,6 +84,8 @@ class StepProducer:
                 return
             plan = self._plan(lengths, step)
             metrics = step_metrics(lengths, plan, self._setup.topology, self._setup.config)
+            for name, stage in metrics.stages.items():
+                self._peaks[name] = max(self._peaks.get(name, 0), stage.largest_batch_before)
             for index, part in enumerate(plan.micro_steps):
                 batch, micro_step = self._prepare(draw.samples, lengths, part, step, index)
                 yield Ready(batch, micro_step, metrics)
@@ -121,7 +127,7 @@ class StepProducer:
         """The plan of the step; the same on every rank, which is checked before data moves."""
         setup = self._setup
         start = time.perf_counter()
-        plan = plan_step(lengths, setup.topology, setup.config)
+        plan = plan_step(lengths, setup.topology, setup.config, self._peaks)
         self._report.plan_ms.append(1e3 * (time.perf_counter() - start))
         own = np.array([plan.fingerprint()], dtype=np.int64)
         hashes = [int(v[0]) for v in self._together(Status.OK, None, own, "plan", step)]

@@ -31,7 +31,7 @@ def search_within_nodes(problem: DispatchProblem) -> IntArray:
     bin_of_item = problem.home.copy()
     for value, size in enumerate(problem.topology.num_ranks_of_node.tolist()):
         items = np.flatnonzero(node == value)
-        first = value * problem.topology.node_size * problem.bins_per_rank
+        first = int(problem.topology.first_rank_of_node[value]) * problem.bins_per_rank
         part = replace(
             problem, lengths=problem.lengths[items], home=problem.home[items] - first, topology=Topology(size)
         )

@@ -156,3 +156,19 @@ def test_unknown_configuration_raises():
         StageConfig(layout="padded", dispatcher="greedy")
     with pytest.raises(ValueError, match="`cost` must have a padded part"):
         StageConfig(dispatcher="binary_search")
+
+
+def test_memory_that_the_run_needed_before_may_be_used_to_balance():
+    llm = [60, 40, *[11] * 9]
+    home = [0, 0, *[1] * 9]
+    lengths = StepLengths(home, [0] * 11, llm, llm, llm)
+    config = BalanceConfig("post", llm=StageConfig(cost=PackedCost(0.0, 0.0, 1.0)))
+
+    def figures(peaks):
+        plan = plan_step(lengths, Topology(2), config, peaks)
+        stage = step_metrics(lengths, plan, Topology(2), config).stages["llm"]
+        return stage.imbalance_after, stage.largest_batch_after
+
+    alone, after_larger = figures(None), figures({"llm": 110})
+    assert alone[1] <= 100 < after_larger[1] <= 110
+    assert after_larger[0] < alone[0]
