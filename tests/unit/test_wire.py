@@ -11,7 +11,9 @@ SHAPES = hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=4)
 ARRAYS = st.sampled_from([np.uint8, np.int64, np.float32, np.float64, np.bool_, np.float16, np.int32]).flatmap(
     lambda dtype: hnp.arrays(dtype, SHAPES)
 )
-VALUES = st.one_of(ARRAYS, ARRAYS.map(torch.from_numpy), st.text(), st.integers(-(2**62), 2**62), st.floats(), st.booleans())
+VALUES = st.one_of(
+    ARRAYS, ARRAYS.map(torch.from_numpy), st.text(), st.integers(-(2**62), 2**62), st.floats(), st.booleans()
+)
 
 
 @given(st.dictionaries(st.text(max_size=8), VALUES, max_size=5))
