@@ -149,7 +149,7 @@ class TileAdapter:
 class LlavaTiles(TileAdapter):
     """Tiles of LLaVA: it reads hidden states of chosen layers, without the class token."""
 
-    placeholders = ("image_token_id",)
+    placeholders: tuple[str, ...] = ("image_token_id",)
 
     def __init__(self, encoder: Any, image_mean: Sequence[float], image_std: Sequence[float], config: Any) -> None:
         super().__init__(encoder, image_mean, image_std)
