@@ -135,9 +135,11 @@ class _SwapSearch:
         self.traffic, self.node_of_batch = traffic, node_of_batch.copy()
         self._by_source, self._by_batch = traffic.pairs, traffic.pairs.tocsc()
         topology = traffic.topology
-        # Ranks of a partly filled last node are made up to a full one; those send nothing.
-        self._ranks_of_node = np.arange(topology.num_nodes * topology.node_size).reshape(topology.num_nodes, -1)
-        self._num_ranks, self._padding = topology.num_ranks, self._ranks_of_node.size - topology.num_ranks
+        self._node_of_rank, self._local_rank = topology.node_of_rank, topology.local_rank
+        # Nodes that are not full are made up with one more rank, which sends nothing.
+        self._ranks_of_node = np.full((topology.num_nodes, topology.node_size), topology.num_ranks)
+        self._ranks_of_node[self._node_of_rank, self._local_rank] = np.arange(topology.num_ranks)
+        self._num_ranks = topology.num_ranks
         self._sent = self._padded(traffic.sent(node_of_batch))
         self._received = traffic.received(node_of_batch)
         self._local = self._bytes_in_own_node()
@@ -161,7 +163,7 @@ class _SwapSearch:
 
     def _batches_of(self, rank: int) -> list[int]:
         """Batches on the node of a rank."""
-        return np.flatnonzero(self.node_of_batch == rank // self._ranks_of_node.shape[1]).tolist()
+        return np.flatnonzero(self.node_of_batch == self._node_of_rank[rank]).tolist()
 
     def _partners_of_receiver(self, batch: int) -> IntArray:
         """Batches on nodes where more of `batch` lies than on its own."""
@@ -171,7 +173,7 @@ class _SwapSearch:
     def _partners_of_sender(self, rank: int) -> IntArray:
         """Batches on other nodes that have bytes on `rank`."""
         held = np.sort(self._by_source.indices[slice(*self._by_source.indptr[rank : rank + 2])])
-        return held[self.node_of_batch[held] != rank // self._ranks_of_node.shape[1]].astype(np.int64)
+        return held[self.node_of_batch[held] != self._node_of_rank[rank]].astype(np.int64)
 
     def _outcomes(self, batch: int, partners: IntArray) -> IntArray:
         """Largest volume of all whom a swap of `batch` with each partner would touch: int64[len(partners)]."""
@@ -196,19 +198,19 @@ class _SwapSearch:
 
     def _bytes_in_own_node(self) -> IntArray:
         """Bytes of each batch on each rank of the node that it is on: int64[num_ranks, node size]."""
-        pairs, node_size = self.traffic.pairs.tocoo(), self._ranks_of_node.shape[1]
+        pairs = self.traffic.pairs.tocoo()
         source, batch = pairs.coords
-        stays = source // node_size == self.node_of_batch[batch]
-        local = np.zeros((self._num_ranks, node_size), dtype=np.int64)
-        local[batch[stays], source[stays] % node_size] = pairs.data[stays]
+        stays = self._node_of_rank[source] == self.node_of_batch[batch]
+        local = np.zeros((self._num_ranks, self._ranks_of_node.shape[1]), dtype=np.int64)
+        local[batch[stays], self._local_rank[source[stays]]] = pairs.data[stays]
         return local
 
     def _padded(self, values: IntArray) -> IntArray:
-        return np.concatenate([values, np.zeros(self._padding, dtype=np.int64)])
+        return np.concatenate([values, np.zeros(1, dtype=np.int64)])
 
     def _column(self, batch: int) -> IntArray:
         """Bytes of a batch on each rank."""
-        column = np.zeros(self._num_ranks + self._padding, dtype=np.int64)
+        column = np.zeros(self._num_ranks + 1, dtype=np.int64)
         span = slice(*self._by_batch.indptr[batch : batch + 2])
         column[self._by_batch.indices[span]] = self._by_batch.data[span]
         return column

@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE_OF_FOLDER = {"comm": "orch.comm", "odb": "orch.odb", "encoders": "orch.encoders", "orch": "orch"}
 PURE = {
     "orch.comm.topology",
+    "orch.comm.launchers",
     "orch.comm.layout",
     "orch.comm.placement",
     "orch.comm.placement_search",

@@ -19,7 +19,10 @@ def arrays(values) -> np.ndarray:
 @st.composite
 def topologies(draw, most: int = 9) -> Topology:
     num_ranks = draw(st.integers(1, most))
-    return Topology(num_ranks, draw(st.one_of(st.none(), st.integers(1, num_ranks))))
+    if draw(st.booleans()):
+        return Topology(num_ranks, draw(st.one_of(st.none(), st.integers(1, num_ranks))))
+    cuts = sorted(draw(st.sets(st.integers(1, max(num_ranks - 1, 1)), max_size=num_ranks - 1)))
+    return Topology(num_ranks, node_sizes=tuple(np.diff([0, *cuts, num_ranks]).tolist()))
 
 
 @st.composite
