@@ -6,6 +6,8 @@ still runs what its model has between encoder and LLM.
 
 from __future__ import annotations
 
+import importlib.util
+
 import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -83,3 +85,38 @@ def test_equals_one_process(names):
                 assert loss_error < 1e-12, (name, case)
                 assert entered == of_ranks[0][case][2], (name, case)
                 assert all(entered[stage] == 1 for stage in FAMILIES[name].towers), (name, case)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+def test_zero2_sees_parameters_in_one_order_on_all_ranks():
+    """ZeRO-2 adds gradients of different parameters to each other, silently, if ranks finish them in another order."""
+    names = ["llava_clip", "llava_onevision", "qwen3_vl", "qwen2_audio"]
+    importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")  # here, so that forked ranks start quickly
+    for name in names:
+        plain_model(name)
+    for found in run_ranks(lambda: [zero2_errors(name) for name in names], 2, timeout_s=250):
+        for name, errors_of_steps in zip(names, found, strict=True):
+            assert max(errors_of_steps.values()) < 1e-2, (
+                name,
+                errors_of_steps,
+            )  # of single precision; wrong ones are 1
+
+
+def zero2_errors(name):
+    """In single precision, the error of each parameter's gradient relative to its own largest, by step."""
+    from deepspeed.utils import safe_get_full_grad
+    from engines import make_optimizer, wrap_zero2
+
+    rank, found = torch.distributed.get_rank(), {}
+    for step in STEPS:
+        drawn = draw(name, step)
+        _, expected = reference(name, [sample for samples in drawn for sample in samples])
+        model = make_model(name, "packed")
+        for parameter in model.parameters():
+            parameter.data = parameter.data.float()
+        engine = wrap_zero2(model, make_optimizer(model, 1e-3), 1)
+        (batch,) = orch.orchestrate(Groups([drawn[rank]]), engine, balance="none", timeout_s=50)
+        engine.backward(engine(**batch).loss)
+        trained = {key: parameter for key, parameter in model.named_parameters() if parameter.requires_grad}
+        found[step] = worst_error({key: safe_get_full_grad(p).double() for key, p in trained.items()}, expected)
+    return found
