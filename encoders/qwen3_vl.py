@@ -15,6 +15,11 @@ class Qwen3VisionAdapter(QwenVisionAdapter):
 
     mean = std = HALF
 
+    @property
+    def row_width(self) -> int:
+        """Values of a row in all of its tensors."""
+        return self._num_mergers() * self._width(0)
+
     def rows(self, output: Any) -> tuple[torch.Tensor, ...]:
         """The merged tokens, then the features of each deepstack layer."""
         return (output.pooler_output, *output.deepstack_features)

@@ -104,6 +104,11 @@ class TileAdapter:
         """One tile."""
         return {"pixel_values": torch.ones(1, *self._shape, dtype=self._encoder.dtype)}
 
+    @property
+    def row_width(self) -> int:
+        """Values of a row in all of its tensors."""
+        return int(self._encoder.config.hidden_size) * max(1, len(self._layers))
+
     def rows(self, output: Any) -> tuple[torch.Tensor, ...]:
         """The last hidden state, or those that the model reads: the rows of all tiles, one tile after the other."""
         states = [output.hidden_states[layer] for layer in self._layers] or [output.last_hidden_state]

@@ -65,6 +65,11 @@ class WhisperAdapter:
         """One window."""
         return {"input_features": torch.ones(1, *self._shape, dtype=self._encoder.dtype)}
 
+    @property
+    def row_width(self) -> int:
+        """Values of a row."""
+        return int(self._encoder.config.d_model)
+
     def rows(self, output: Any) -> tuple[torch.Tensor, ...]:
         """The hidden states of all windows, one after the other."""
         return (output.last_hidden_state.flatten(0, 1),)

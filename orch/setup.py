@@ -185,6 +185,6 @@ def _packed_cost(adapter: EncoderAdapter) -> PackedCost:
 
 
 def _row_bytes(model: Any, stage: Stage) -> int:
-    """Bytes of one row that leaves the encoder: the LLM's width in the encoder's dtype."""
-    width: int = model.config.get_text_config().hidden_size
+    """Bytes of one row that leaves the encoder: of the LLM's width, if its adapter does not say, in its dtype."""
+    width: int = getattr(stage.adapter, "row_width", 0) or model.config.get_text_config().hidden_size
     return width * next(stage.encoder.parameters()).element_size()

@@ -31,6 +31,7 @@ class EncoderAdapter(Protocol):
     - `placeholders`: names of the model configuration's ids of tokens that stand for items; samples whose tokens and
       items disagree are then refused before anything moves. `num_tokens(item)` says how many an item has, where that
       is not its `num_rows`.
+    - `row_width`: values of a row in all of its tensors, where that is not the LLM's width.
     - `bind(config)`: given the model's configuration once the model is known, returns the adapter to use from then on.
     - `idle(model, parts)`: for models with something of their own between encoder and LLM, such as a projector, which
       every rank must run as often as the others. For each kind of item that `parts` (those of this rank's LLM batch)

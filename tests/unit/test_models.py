@@ -102,6 +102,7 @@ def test_adapter_counts_as_the_encoder_does(name, stage):
     assert len(items) > 3
     rows = adapter.rows(tower(**adapter.join(items)))
     assert {len(tensor) for tensor in rows} == {sum(map(adapter.num_rows, items))}
+    assert sum(tensor.shape[1] for tensor in rows) == getattr(adapter, "row_width", 32)
     dummy = adapter.rows(tower(**adapter.join([adapter.dummy()])))
     assert len(dummy[0]) == adapter.num_rows(adapter.dummy())
     assert adapter.length(adapter.dummy()) <= min(map(adapter.length, items))
