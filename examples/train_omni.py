@@ -33,7 +33,9 @@ import orch
 from orch import odb
 from orch.comm.gather import gather_ragged
 from orch.encoders.packing import use_packed_attention
+from orch.report import mean_and_max
 
+PRINTED_ONLY = ("gather_ms", "exchange_ms")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
@@ -149,14 +151,14 @@ def _report(
     """The figures of the run, over all ranks."""
     for _, reason in skipped:
         print(f"rank {dist.get_rank()} skipped {reason}", file=sys.stderr)
-    everyone = np.concatenate(gather_ragged(np.array(trained, dtype=np.int64), batches.setup.integers))
+    everyone = np.concatenate(gather_ragged(np.array(trained, dtype=np.int64)))
     return {
         "loss": losses,
         "samples_trained": len(everyone),
         "samples_unique": len(np.unique(everyone)),
         "samples_skipped": int(_sum_over_ranks(len(skipped))),
         **batches.report.summary(),
-        "step_ms": {"mean": float(np.mean(step_ms)), "max": float(np.max(step_ms))} if step_ms else {},
+        "step_ms": mean_and_max(step_ms),
         "tokens_per_s": _sum_over_ranks(tokens_per_s),
     }
 
@@ -177,7 +179,8 @@ def main() -> None:
     if dist.get_rank() == 0:
         print_tables(report)
         if args.report is not None:
-            args.report.write_text(json.dumps(report, indent=1) + "\n")
+            written = {key: value for key, value in report.items() if key not in PRINTED_ONLY}
+            args.report.write_text(json.dumps(written, indent=1) + "\n")
     dist.destroy_process_group()
 
 

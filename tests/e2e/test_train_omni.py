@@ -1,0 +1,171 @@
+"""The example, run as a user runs it: through torchrun, its report read back."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FIGURES = {"mean", "max"}
+KEYS = {
+    "loss",
+    "samples_trained",
+    "samples_unique",
+    "samples_skipped",
+    "stages",
+    "bytes",
+    "plan_ms",
+    "wait_ms",
+    "step_ms",
+    "tokens_per_s",
+}
+STAGE_KEYS = {
+    "imbalance_before",
+    "imbalance_after",
+    "bound",
+    "num_items",
+    "largest_batch_before",
+    "largest_batch_after",
+    "bytes",
+}
+SMALL = ("--samples", "200", "--max-pixels", "12544", "--token-budget", "256", "--steps", "6", "--lr", "5e-3")
+
+
+def torchrun(num_ranks, *arguments, limit_s=200):
+    """Runs the example; returns the finished process, its output and errors as text."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks)]
+    command += [str(ROOT / "examples" / "train_omni.py"), *map(str, arguments)]
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "MASTER_PORT": "0"}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit_s, check=False)
+
+
+def report_of(folder, num_ranks, *arguments):
+    """The report of a run that must succeed, and what it printed."""
+    path = folder / "report.json"
+    done = torchrun(num_ranks, *arguments, "--report", path)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(path.read_text()), done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def generated(tmp_path_factory):
+    """The report of a run on generated data: 4 ranks on 2 nodes, DDP."""
+    return report_of(tmp_path_factory.mktemp("generated"), 4, *SMALL, "--ranks-per-node", 2)
+
+
+def test_the_loss_falls_on_generated_data(generated):
+    report, _ = generated
+    assert len(report["loss"]) == 6
+    assert report["loss"][-1] < 0.8 * report["loss"][0]
+    assert report["samples_trained"] == report["samples_unique"] > 40
+    assert report["samples_skipped"] == 0
+
+
+def test_the_report_has_the_keys_it_promises(generated):
+    report, _ = generated
+    assert set(report) == KEYS
+    assert set(report["stages"]) == {"vision", "audio", "llm"}
+    for stage in report["stages"].values():
+        assert set(stage) == STAGE_KEYS
+        for key in ("imbalance_before", "imbalance_after", "bound"):
+            assert set(stage[key]) == FIGURES
+            assert 1 <= stage[key]["mean"] <= stage[key]["max"] <= 4
+        assert set(stage["bytes"]) == {"intra_node", "inter_node"}
+    for key in ("plan_ms", "wait_ms", "step_ms"):
+        assert set(report[key]) == FIGURES
+    for where in ("intra_node", "inter_node"):
+        assert report["bytes"][where] == sum(stage["bytes"][where] for stage in report["stages"].values()) > 0
+
+
+def test_the_tables_say_what_the_report_says(generated):
+    report, printed = generated
+    assert f"{report['samples_trained']} samples trained, {report['samples_unique']} of them different" in printed
+    assert "0 skipped" in printed
+    for name, stage in report["stages"].items():
+        (row,) = [line for line in printed.splitlines() if line.startswith(f"│ {name} ")]
+        before, after = (f"{stage[key]['mean']:.3f}" for key in ("imbalance_before", "imbalance_after"))
+        assert row.index(before) < row.rindex(after)
+        assert f"{stage['largest_batch_before']:,} -> {stage['largest_batch_after']:,}" in row
+    assert "imbalance" in printed
+    assert "tok/s" in printed
+
+
+def test_the_same_seed_gives_the_same_losses_bit_for_bit(generated, tmp_path):
+    report, _ = report_of(tmp_path, 4, *SMALL, "--ranks-per-node", 2)
+    assert report["loss"] == generated[0]["loss"]
+    assert report["samples_trained"] == generated[0]["samples_trained"]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+def test_zero2_with_accumulation_and_padding(tmp_path):
+    options = ("--engine", "zero2", "--accumulate", 2, "--layout", "padded", "--steps", 4)
+    report, _ = report_of(tmp_path, 2, *SMALL, *options)
+    assert len(report["loss"]) == 4
+    assert report["loss"][-1] < report["loss"][0]
+    assert report["samples_trained"] == report["samples_unique"] > 0
+
+
+def test_every_record_of_the_demo_is_trained_once_and_balanced(orch_data, tmp_path):
+    options = ("--token-budget", 4096, "--ranks-per-node", 2)
+    report, _ = report_of(tmp_path, 4, "--data", orch_data / "omni_demo.jsonl", *options)
+    assert report["samples_trained"] == report["samples_unique"] == 365
+    assert report["samples_skipped"] == 0
+    assert report["loss"][-1] < report["loss"][0]
+    for name, stage in report["stages"].items():
+        assert stage["imbalance_after"]["mean"] <= max(1.05, stage["bound"]["mean"] + 0.02), name
+        assert stage["largest_batch_after"] <= stage["largest_batch_before"], name
+
+
+def test_unusable_lines_are_skipped_and_counted(orch_data, tmp_path):
+    """Of five rows one can be used."""
+    report, printed = report_of(tmp_path, 2, "--data", _hard(orch_data, 13))
+    assert report["samples_trained"] == report["samples_unique"] == 1
+    assert report["samples_skipped"] == 4
+    assert "4 skipped" in printed
+    for row in (2, 3, 4, 5):
+        assert f"skipped row {row} (sample.jsonl, row {row}): " in printed
+
+
+def test_a_file_without_a_usable_record_is_reported(orch_data, tmp_path):
+    report, printed = report_of(tmp_path, 2, "--data", _hard(orch_data, 14))
+    assert report["loss"] == []
+    assert (report["samples_trained"], report["samples_skipped"]) == (0, 1)
+    assert "skipped h14 (sample.jsonl, row 1): the file" in printed
+
+
+def test_strict_stops_naming_the_record(orch_data):
+    done = torchrun(2, "--data", _hard(orch_data, 14), "--strict")
+    assert done.returncode != 0
+    assert "h14 (sample.jsonl, row 1) is not: the file" in done.stderr
+    assert "Rank 0 failed" in done.stderr
+
+
+def _hard(orch_data, case):
+    (folder,) = (orch_data / "hard").glob(f"{case}_*")
+    return folder / "sample.jsonl"
+
+
+def test_conversations_and_a_limit_of_length(orch_data, tmp_path):
+    """Pictures of the collection, where its records say that they are; one record is too long for the limit."""
+    source = orch_data / "real" / "qwen3_vl"
+    records = json.loads((source / "single_images.json").read_text())
+    long = {
+        "id": "long",
+        "conversations": [{"from": "human", "value": "Go on."}, {"from": "gpt", "value": "on " * 400}],
+    }
+    picture = {**records[0], "id": "large"}
+    (tmp_path / "records.json").write_text(json.dumps([*records, long, picture]))
+    (tmp_path / "demo").mkdir()
+    (tmp_path / "demo" / "images").symlink_to(source / "images")
+    limits = ("--max-length", 200, "--max-pixels", 40000, "--epochs", 2)
+    report, _ = report_of(tmp_path, 2, "--data", tmp_path / "records.json", *limits)
+    assert report["samples_unique"] == len(records) + 2
+    assert report["samples_trained"] == 2 * report["samples_unique"]
+    assert report["stages"]["vision"]["num_items"] == 2 * (len(records) + 1)
+    assert report["stages"]["llm"]["largest_batch_after"] <= 2048
