@@ -88,7 +88,7 @@ def _measured(
     run(batches[0])
     seconds = [min(_timed(run, batch), _timed(run, batch)) for batch in batches]
     lengths = [np.array([length(item) for item in batch], dtype=np.int64) for batch in batches]
-    return fit(family, lengths, seconds)
+    return fit(family, lengths, seconds)  # type: ignore[type-var]
 
 
 def _timed(run: Callable[[T], None], batch: T) -> float:

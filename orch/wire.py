@@ -47,7 +47,7 @@ def encode_record(record: Mapping[str, Any]) -> torch.Tensor:
 
 def decode_record(data: torch.Tensor) -> dict[str, Any]:
     """The record that `encode_record` wrote; its tensors are views of `data` (uint8[n])."""
-    raw = memoryview(data.numpy())
+    raw = data.numpy().data
     header_bytes, num_fields = _HEAD.unpack_from(raw, 0)
     position, end, record = _HEAD.size, _aligned(header_bytes), {}
     for _ in range(num_fields):
