@@ -14,19 +14,21 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 from torch.profiler import record_function
 
 from orch.comm.collective_log import log_collective
-from orch.comm.groups import all_gather_single, get_world_size
+from orch.comm.groups import Group, NodeGroups, all_gather_single, get_world_size, whole_of
 from orch.comm.layout import Exchange
+from orch.comm.node_wise import start_node_wise
+from orch.comm.predict import choose_method
+from orch.comm.splits import Splits
 from orch.comm.topology import IntArray
 
 
 def exchange_rows(
     rows: Tensor,
     exchange: Exchange,
-    group: ProcessGroup | None = None,
+    group: Group = None,
     *,
     method: str = "flat",
     label: str = "rows",
@@ -37,7 +39,7 @@ def exchange_rows(
         rows: [n, ...] of any dtype, this rank's rows in the source layout; n may be 0.
         exchange: This rank's view of the rearrangement.
         group: The process group; None for the world, or a world of one.
-        method: How; a key of `METHODS`.
+        method: How; a key of `METHODS`, or "auto".
         label: What it is for, in error messages, profiles and a `CollectiveLog`.
 
     Returns:
@@ -49,7 +51,7 @@ def exchange_rows(
 def exchange_many(
     tensors: Sequence[Tensor],
     exchange: Exchange,
-    group: ProcessGroup | None = None,
+    group: Group = None,
     *,
     method: str = "flat",
     label: str = "rows",
@@ -63,7 +65,10 @@ def exchange_many(
         tensors: [n, ...] each, of any dtypes; number, dtypes and trailing dimensions are the same on all ranks.
         exchange: This rank's view of the rearrangement.
         group: The process group; None for the world, or a world of one.
-        method: "flat" (one all-to-all) or "all_gather" (every rank receives everything: the baseline).
+        method: "flat" (one all-to-all), "node_wise" (two hops), "all_gather" (every rank receives everything: the
+            baseline), or "auto": whichever is predicted to be fastest. "node_wise" and "auto" need an exchange made
+            with a topology; "node_wise" needs a group with those of its hops (`new_node_groups`), without which "auto"
+            does not choose it.
         label: What it is for, in error messages, profiles and a `CollectiveLog`.
 
     Returns:
@@ -78,7 +83,7 @@ def exchange_many(
 def start_exchange(
     tensors: Sequence[Tensor],
     exchange: Exchange,
-    group: ProcessGroup | None = None,
+    group: Group = None,
     *,
     method: str = "flat",
     label: str = "rows",
@@ -90,11 +95,37 @@ def start_exchange(
         packing = _Packing.of(tensors)
         send_index = torch.from_numpy(exchange.send_index).to(tensors[0].device, non_blocking=True)
         buffer = packing.pack([tensor.detach().index_select(0, send_index) for tensor in tensors])
-        if get_world_size(group) == 1 or not packing.row_bytes:
+        if get_world_size(whole_of(group)) == 1 or not packing.row_bytes:
             finish: _Finish = lambda: buffer  # noqa: E731
         else:
-            finish = METHODS[method](buffer, exchange, group, label)
+            finish = start_splits(buffer, exchange, group, method, label)
     return ExchangeHandle(tensors, exchange, group, method, label, packing, finish)
+
+
+def start_splits(buffer: Tensor, splits: Splits, group: Group, method: str, label: str) -> _Finish:
+    """Begins to move the rows of a buffer by one of `METHODS`, or the best of them; outside autograd.
+
+    Args:
+        buffer: [rows sent, ...], in the order of the ranks they are for; rows are of equal size on all ranks.
+        splits: This rank's view of all that moves.
+        group: The process group.
+        method: A key of `METHODS`, or "auto".
+        label: What it is for.
+
+    Returns:
+        A function that waits and returns [rows received, ...], in the order of the ranks they come from.
+    """
+    if method == "auto":
+        method = resolve_method(splits, group, math.prod(buffer.shape[1:]) * buffer.element_size())
+    return METHODS[method](buffer, splits, group, label)
+
+
+def resolve_method(splits: Splits, group: Group, row_bytes: int) -> str:
+    """What "auto" means for an exchange of rows of `row_bytes` bytes; the same on all ranks."""
+    if splits.nodes is None or splits.nodes.topology.num_nodes == 1:
+        return "flat"
+    method = choose_method(splits.nodes.loads, row_bytes, splits.nodes.topology)
+    return "flat" if method == "node_wise" and not isinstance(group, NodeGroups) else method
 
 
 @dataclass(slots=True, eq=False)
@@ -103,7 +134,7 @@ class ExchangeHandle:
 
     _tensors: tuple[Tensor, ...]
     _exchange: Exchange
-    _group: ProcessGroup | None
+    _group: Group
     _method: str
     _label: str
     _packing: _Packing
@@ -186,9 +217,7 @@ class _Packing:
         ]
 
 
-def _check(
-    tensors: tuple[Tensor, ...], exchange: Exchange, group: ProcessGroup | None, method: str, label: str
-) -> None:
+def _check(tensors: tuple[Tensor, ...], exchange: Exchange, group: Group, method: str, label: str) -> None:
     if not tensors:
         raise ValueError("`tensors` must hold at least one tensor, but is empty instead.")
     for tensor in tensors:
@@ -197,11 +226,12 @@ def _check(
                 f"`tensors` of {label!r} must have {len(exchange.send_index)} rows each, as planned, "
                 f"but one has shape {tuple(tensor.shape)} instead."
             )
-    if method not in METHODS:
-        raise ValueError(f"`method` must be one of {sorted(METHODS)}, but is {method!r} instead.")
-    if len(exchange.send_splits) != get_world_size(group):
+    if method not in (*METHODS, "auto"):
+        raise ValueError(f"`method` must be 'auto' or one of {sorted(METHODS)}, but is {method!r} instead.")
+    num_ranks = get_world_size(whole_of(group))
+    if len(exchange.send_splits) != num_ranks:
         raise ValueError(
-            f"`exchange` of {label!r} must be for the {get_world_size(group)} ranks of the group, "
+            f"`exchange` of {label!r} must be for the {num_ranks} ranks of the group, "
             f"but is for {len(exchange.send_splits)} instead."
         )
 
@@ -210,26 +240,26 @@ _Finish = Callable[[], Tensor]
 """Waits for a collective and returns the rows received, in the order of their source ranks."""
 
 
-def _start_flat(buffer: Tensor, exchange: Exchange, group: ProcessGroup | None, label: str) -> _Finish:
+def _start_flat(buffer: Tensor, splits: Splits, group: Group, label: str) -> _Finish:
     """One all-to-all; every row travels once."""
-    received = buffer.new_empty(int(exchange.recv_splits.sum()), buffer.shape[1])
-    log_collective("all_to_all", label, buffer.numel())
+    received = buffer.new_empty((int(splits.recv_splits.sum()), *buffer.shape[1:]))
+    log_collective("all_to_all", label, buffer.numel() * buffer.element_size())
     work = dist.all_to_all_single(
-        received, buffer, exchange.recv_splits.tolist(), exchange.send_splits.tolist(), group=group, async_op=True
+        received, buffer, splits.recv_splits.tolist(), splits.send_splits.tolist(), group=whole_of(group), async_op=True
     )
     return lambda: _waited(work, received, buffer)
 
 
-def _start_all_gather(buffer: Tensor, exchange: Exchange, group: ProcessGroup | None, label: str) -> _Finish:
+def _start_all_gather(buffer: Tensor, splits: Splits, group: Group, label: str) -> _Finish:
     """The baseline: every rank receives all rows, padded to the most that any rank sends, and keeps its own."""
-    num_ranks = len(exchange.send_splits)
-    padded = buffer.new_zeros(exchange.most_sent, buffer.shape[1])
+    num_ranks = len(splits.send_splits)
+    padded = buffer.new_zeros((splits.most_sent, *buffer.shape[1:]))
     padded[: len(buffer)] = buffer
-    gathered = buffer.new_empty(num_ranks * exchange.most_sent, buffer.shape[1])
-    log_collective("all_gather", label, padded.numel())
-    work = all_gather_single(gathered, padded, group, async_op=True)
-    starts = np.arange(num_ranks, dtype=np.int64) * exchange.most_sent + exchange.recv_starts
-    mine = torch.from_numpy(_ranges(starts, exchange.recv_splits)).to(buffer.device, non_blocking=True)
+    gathered = buffer.new_empty((num_ranks * splits.most_sent, *buffer.shape[1:]))
+    log_collective("all_gather", label, padded.numel() * padded.element_size())
+    work = all_gather_single(gathered, padded, whole_of(group), async_op=True)
+    starts = np.arange(num_ranks, dtype=np.int64) * splits.most_sent + splits.recv_starts
+    mine = torch.from_numpy(_ranges(starts, splits.recv_splits)).to(buffer.device, non_blocking=True)
     return lambda: _waited(work, gathered, padded).index_select(0, mine)
 
 
@@ -245,7 +275,8 @@ def _ranges(starts: IntArray, counts: IntArray) -> IntArray:
     return np.repeat(starts, counts) + within
 
 
-METHODS: dict[str, Callable[[Tensor, Exchange, ProcessGroup | None, str], _Finish]] = {
+METHODS: dict[str, Callable[[Tensor, Splits, Group, str], _Finish]] = {
     "flat": _start_flat,
+    "node_wise": start_node_wise,
     "all_gather": _start_all_gather,
 }

@@ -2,13 +2,87 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from datetime import timedelta
 
+import numpy as np
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from orch.comm.topology import IntArray, Topology
+
 DEFAULT_TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NodeGroups:
+    """A group, and the groups of its two hops: inside each node, and across nodes.
+
+    Attributes:
+        whole: The group itself.
+        inside: This rank's node; None where it has one rank.
+        across: Ranks that exchange rows between nodes. With equal nodes it holds one rank of each, those with the same
+            place in their nodes. In uneven nodes some rank serves several places, no partition holds all pairs, and it
+            is the whole group.
+        across_ranks: int64[n], the rank in `whole` of each rank of `across`.
+    """
+
+    whole: ProcessGroup
+    inside: ProcessGroup | None
+    across: ProcessGroup
+    across_ranks: IntArray
+
+
+Group = ProcessGroup | NodeGroups | None
+"""Where an exchange takes place; None for the world, or a world of one."""
+
+
+def whole_of(group: Group) -> ProcessGroup | None:
+    """The group itself, without those of its hops."""
+    return group.whole if isinstance(group, NodeGroups) else group
+
+
+def new_node_groups(
+    whole: ProcessGroup, topology: Topology, *, timeout_s: float = DEFAULT_TIMEOUT_S, like: str | None = None
+) -> NodeGroups:
+    """Makes the groups of two hops; every rank of `whole` must call it, in the same order as its other groups.
+
+    Args:
+        whole: The group whose rows travel.
+        topology: Nodes of its ranks.
+        timeout_s: Seconds after which a collective of the new groups raises.
+        like: Backend of the new groups; that of `whole` if not given.
+
+    Raises:
+        ValueError: If the topology has another number of ranks, or `timeout_s` is not positive.
+    """
+    if topology.num_ranks != get_world_size(whole):
+        raise ValueError(f"`topology` must have {get_world_size(whole)} ranks, but has {topology.num_ranks} instead.")
+    backend, rank = like or dist.get_backend(whole), get_rank(whole)
+    neighbours = topology.ranks_of_node(int(topology.node_of_rank[rank]))
+    inside = _subgroup(whole, neighbours, backend, timeout_s) if len(neighbours) > 1 else None
+    if not topology.is_even or topology.num_nodes == 1 or topology.node_size == 1:
+        return NodeGroups(whole, inside, whole, np.arange(topology.num_ranks, dtype=np.int64))
+    same_place = np.flatnonzero(topology.local_rank == topology.local_rank[rank])
+    return NodeGroups(whole, inside, _subgroup(whole, same_place, backend, timeout_s), same_place)
+
+
+def _subgroup(whole: ProcessGroup, ranks: IntArray, backend: str, timeout_s: float) -> ProcessGroup:
+    """A group of some ranks of `whole`; only they call it."""
+    known = get_global_ranks(whole)
+    return dist.new_group(
+        [known[rank] for rank in ranks],
+        backend=backend,
+        timeout=_timeout(timeout_s),
+        use_local_synchronization=True,
+    )
+
+
+def _timeout(timeout_s: float) -> timedelta:
+    if not timeout_s > 0:
+        raise ValueError(f"`timeout_s` must be above 0, but is {timeout_s} instead.")
+    return timedelta(seconds=timeout_s)
 
 
 def is_distributed() -> bool:
@@ -49,11 +123,9 @@ def new_cpu_group(parent: ProcessGroup | None = None, *, timeout_s: float = DEFA
     Raises:
         ValueError: If `timeout_s` is not positive or the ranks of `parent` do not ascend.
     """
-    if not timeout_s > 0:
-        raise ValueError(f"`timeout_s` must be above 0, but is {timeout_s} instead.")
+    timeout = _timeout(timeout_s)
     if not is_distributed():
         return None
-    timeout = timedelta(seconds=timeout_s)
     ranks = get_global_ranks(parent)
     if ranks == list(range(get_world_size())):
         return dist.new_group(backend="gloo", timeout=timeout)
@@ -70,7 +142,12 @@ def all_gather_single(
     return gather(output, values, group=group, async_op=async_op)
 
 
-def destroy_group(group: ProcessGroup | None) -> None:
-    """Releases a group made by `new_cpu_group`; nothing happens for None or after the world has gone."""
-    if group is not None and is_distributed():
-        dist.destroy_process_group(group)
+def destroy_group(group: Group) -> None:
+    """Releases a group made by `new_cpu_group`, with those of its hops; nothing happens for None or without a world."""
+    if group is None or not is_distributed():
+        return
+    if isinstance(group, NodeGroups):
+        for hop in (group.inside, group.across):
+            if hop is not None and hop is not group.whole:
+                dist.destroy_process_group(hop)
+    dist.destroy_process_group(whole_of(group))

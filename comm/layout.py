@@ -6,10 +6,11 @@ its two layouts, and a composition keeps the first source and the last target.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 
+from orch.comm.splits import Splits
 from orch.comm.topology import IntArray, Topology
 
 
@@ -116,7 +117,7 @@ class Rearrangement:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Exchange:
+class Exchange(Splits):
     """One rank's view of a rearrangement of items that are made of rows.
 
     The rank lays its rows out by `send_index`, cuts them by `send_splits`, receives pieces of `recv_splits` in the
@@ -124,43 +125,38 @@ class Exchange:
 
     Attributes:
         send_index: int64[rows sent], for each row sent its position among this rank's rows in the source layout.
-        send_splits: int64[num_ranks], rows sent to each rank.
-        recv_splits: int64[num_ranks], rows received from each rank.
         recv_index: int64[rows received], for each row of the target layout its position among the rows received.
-        send_starts: int64[num_ranks], where this rank's piece begins among all that each target receives.
-        recv_starts: int64[num_ranks], where this rank's piece begins among all that each source sends.
-        most_sent: The most rows that any rank sends, itself included.
-        most_received: The most rows that any rank receives, itself included.
     """
 
     send_index: IntArray
-    send_splits: IntArray
-    recv_splits: IntArray
     recv_index: IntArray
-    send_starts: IntArray
-    recv_starts: IntArray
-    most_sent: int
-    most_received: int
 
     @classmethod
-    def of(cls, rearrangement: Rearrangement, rank: int, num_rows: IntArray) -> Exchange:
-        """The view of `rank`, where item i has `num_rows[i]` rows (int64[N])."""
+    def of(
+        cls, rearrangement: Rearrangement, rank: int, num_rows: IntArray, topology: Topology | None = None
+    ) -> Exchange:
+        """The view of `rank`, where item i has `num_rows[i]` rows (int64[N]).
+
+        Args:
+            rearrangement: Where the items are and where they go.
+            rank: This rank.
+            num_rows: int64[N].
+            topology: Ranks and nodes; the methods "node_wise" and "auto" need it.
+
+        Raises:
+            ValueError: If the topology has another number of ranks.
+        """
         source, target = rearrangement.source.rank_of_item, rearrangement.target.rank_of_item
-        num_ranks = rearrangement.source.num_ranks
         num_rows = np.asarray(num_rows, dtype=np.int64)
+        splits = Splits.between(source, target, num_rows, rank, rearrangement.source.num_ranks, topology)
         sent, received = np.flatnonzero(source == rank), np.flatnonzero(target == rank)
         send_order = np.argsort(target[sent], kind="stable")
         recv_order = np.argsort(source[received], kind="stable")
         arrival = np.argsort(recv_order, kind="stable")
         return cls(
+            **{field.name: getattr(splits, field.name) for field in fields(Splits)},
             send_index=_rows_of(num_rows[sent], send_order),
-            send_splits=_sum_by_rank(target[sent], num_rows[sent], num_ranks),
-            recv_splits=_sum_by_rank(source[received], num_rows[received], num_ranks),
             recv_index=_rows_of(num_rows[received][recv_order], arrival),
-            send_starts=_sum_by_rank(target[source < rank], num_rows[source < rank], num_ranks),
-            recv_starts=_sum_by_rank(source[target < rank], num_rows[target < rank], num_ranks),
-            most_sent=int(_sum_by_rank(source, num_rows, num_ranks).max()),
-            most_received=int(_sum_by_rank(target, num_rows, num_ranks).max()),
         )
 
     def inverse(self) -> Exchange:
@@ -174,6 +170,7 @@ class Exchange:
             recv_starts=self.send_starts,
             most_sent=self.most_received,
             most_received=self.most_sent,
+            nodes=None if self.nodes is None else self.nodes.inverse(),
         )
 
 
@@ -183,12 +180,6 @@ def _rows_of(num_rows: IntArray, order: IntArray) -> IntArray:
     counts = num_rows[order]
     offset = np.arange(counts.sum(), dtype=np.int64) - np.repeat(np.cumsum(counts) - counts, counts)
     return np.repeat(starts[order], counts) + offset
-
-
-def _sum_by_rank(ranks: IntArray, sizes: IntArray, num_ranks: int) -> IntArray:
-    total = np.zeros(num_ranks, dtype=np.int64)
-    np.add.at(total, ranks, sizes)
-    return total
 
 
 def _inverse_permutation(permutation: IntArray) -> IntArray:

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
-from orch.comm.collective_log import log_collective
+from orch.comm.all_to_all import start_splits
+from orch.comm.groups import Group
 from orch.comm.layout import Rearrangement
-from orch.comm.topology import IntArray
+from orch.comm.splits import Splits
+from orch.comm.topology import IntArray, Topology
 
 
 def exchange_parcels(
@@ -18,7 +19,10 @@ def exchange_parcels(
     rearrangement: Rearrangement,
     num_bytes: IntArray,
     rank: int,
-    group: dist.ProcessGroup | None,
+    group: Group,
+    *,
+    method: str = "flat",
+    topology: Topology | None = None,
 ) -> list[torch.Tensor]:
     """Moves every parcel from its source rank to its target rank.
 
@@ -28,6 +32,8 @@ def exchange_parcels(
         num_bytes: int64[N], the size of every parcel; known on all ranks, so that no sizes are exchanged.
         rank: This rank within `group`.
         group: A group whose backend moves CPU tensors; None for a world of one rank.
+        method: How, as in `orch.comm.all_to_all.exchange_many`.
+        topology: Ranks and nodes; "node_wise" and "auto" need it.
 
     Returns:
         This rank's parcels in the target layout, in ascending id.
@@ -40,11 +46,8 @@ def exchange_parcels(
     buffer = _concatenated([parcels[i] for i in outgoing])
     arrived = buffer
     if group is not None and rearrangement.source.num_ranks > 1:
-        arrived = torch.empty(int(num_bytes[received].sum()), dtype=torch.uint8)
-        recv_splits = _bytes_by_rank(source[received], num_bytes[received], rearrangement.source.num_ranks)
-        send_splits = _bytes_by_rank(target[sent], num_bytes[sent], rearrangement.source.num_ranks)
-        log_collective("all_to_all", "parcels", buffer.numel())
-        dist.all_to_all_single(arrived, buffer, recv_splits, send_splits, group=group)
+        splits = Splits.between(source, target, num_bytes, rank, rearrangement.source.num_ranks, topology)
+        arrived = start_splits(buffer, splits, group, method, "parcels")()
     pieces = torch.split(arrived, num_bytes[incoming].tolist()) if len(incoming) else ()
     by_id = dict(zip(incoming.tolist(), pieces, strict=True))
     return [by_id[i] for i in received.tolist()]
@@ -52,7 +55,3 @@ def exchange_parcels(
 
 def _concatenated(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat(list(pieces)) if pieces else torch.empty(0, dtype=torch.uint8)
-
-
-def _bytes_by_rank(ranks: IntArray, num_bytes: IntArray, num_ranks: int) -> list[int]:
-    return np.bincount(ranks, weights=num_bytes, minlength=num_ranks).astype(np.int64).tolist()

@@ -7,7 +7,10 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
+
+from orch.comm.groups import get_global_ranks
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,13 +32,41 @@ class EngineInfo:
     deepspeed: Any = None
 
 
-def read_engine(engine: nn.Module) -> EngineInfo:
-    """Reads DDP, DeepSpeed, or a plain module (one process, FSDP2's `fully_shard`)."""
-    world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+def read_engine(engine: nn.Module, group: dist.ProcessGroup | DeviceMesh | None = None) -> EngineInfo:
+    """Reads DDP, DeepSpeed, or a plain module (one process, FSDP2's `fully_shard`).
+
+    Args:
+        engine: What trains.
+        group: The data-parallel group or axis; None for DDP's own, or else the world.
+
+    Raises:
+        ValueError: If `group` is a mesh of several axes, or holds other ranks than DDP's group.
+    """
+    chosen = _process_group(group)
     if isinstance(engine, DistributedDataParallel):
-        return EngineInfo(engine.module, engine.process_group, None, 1)
+        own = engine.process_group
+        if chosen is not None and get_global_ranks(chosen) != get_global_ranks(own):
+            raise ValueError(
+                f"`group` must hold the ranks of the engine's group, {get_global_ranks(own)}, "
+                f"but holds {get_global_ranks(chosen)} instead."
+            )
+        return EngineInfo(engine.module, own, None, 1)
+    if chosen is None and dist.is_available() and dist.is_initialized():
+        chosen = dist.group.WORLD
     if hasattr(engine, "gradient_accumulation_steps") and hasattr(engine, "set_gradient_accumulation_boundary"):
         deepspeed: Any = engine
         accumulate = int(deepspeed.gradient_accumulation_steps())
-        return EngineInfo(deepspeed.module, world, accumulate, accumulate, deepspeed)
-    return EngineInfo(engine, world, None, 1)
+        return EngineInfo(deepspeed.module, chosen, accumulate, accumulate, deepspeed)
+    return EngineInfo(engine, chosen, None, 1)
+
+
+def _process_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup | None:
+    """The group of a mesh's only axis."""
+    if not isinstance(group, DeviceMesh):
+        return group
+    if group.ndim != 1:
+        raise ValueError(
+            "`group` must be a process group or one axis of a mesh, as in `mesh['dp']`, "
+            f"but is a mesh of {group.ndim} axes {group.mesh_dim_names or ''} instead."
+        )
+    return group.get_group()

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from orch.comm.all_to_all import exchange_many
+from orch.comm.groups import Group
 from orch.comm.layout import Exchange
 from orch.comm.liveness import Liveness
 from orch.loss import token_loss_sum
@@ -55,7 +55,7 @@ class MicroStep:
         num_label_tokens: T, label tokens of the whole step over all ranks.
         stages: What each stage does, by name.
         group: Process group for encoder outputs; None for one rank.
-        exchange_method: "flat" or "all_gather".
+        exchange_method: "auto", "flat", "node_wise" or "all_gather".
         liveness: Names the rank to blame when an exchange fails.
         samples: The numbers and strings of each sample of this rank's LLM batch ("id" and the like), without fillers.
     """
@@ -66,7 +66,7 @@ class MicroStep:
     loss_scale: float
     num_label_tokens: int
     stages: Mapping[str, StageBatch]
-    group: dist.ProcessGroup | None = None
+    group: Group = None
     exchange_method: str = "flat"
     liveness: Liveness | None = None
     samples: tuple[Mapping[str, str | float], ...] = ()

@@ -8,7 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from orch.comm.topology import Topology
 from orch.cost import CostModel
@@ -142,7 +144,8 @@ def orchestrate(
     costs: Mapping[str, CostModel] | None = None,
     collate_fn: Collate | None = None,
     layout: str | None = None,
-    exchange: str = "flat",
+    exchange: str = "auto",
+    group: dist.ProcessGroup | DeviceMesh | None = None,
     prefetch: int = 1,
     timeout_s: float = DEFAULT_TIMEOUT_S,
 ) -> OrchestratedLoader:
@@ -158,12 +161,16 @@ def orchestrate(
         balance: "post": every stage on its own; "llm": the LLM alone; "pre": whole samples before the step; "none".
         dispatcher: How packed stages are dealt (`orch.dispatch.DISPATCHERS`); the best for each stage if not given.
         accumulate: K, micro-steps of an optimizer step; read from DeepSpeed, 1 otherwise.
-        topology: Ranks and nodes; one node if not given.
+        topology: Ranks and nodes, taken at your word; if not given, ranks tell each other the names of their hosts,
+            which are held against what the launcher says.
         max_tokens: The most tokens the LLM's batch of a rank may hold; never more than unbalanced in any case.
         costs: What batches cost by stage name and "llm", e.g. from `orch.calibrate`; FLOPs for what is not given.
         collate_fn: `collate_fn(samples, parts)` to arguments of the model; found by the model if not given.
         layout: "packed" or "padded" samples in the LLM; the loader's if not given, else "packed".
-        exchange: How encoder outputs travel: "flat", or "all_gather" as a baseline.
+        exchange: How items and encoder outputs travel: "flat"; "node_wise", collected inside the node before they
+            cross; "auto", the one predicted to be faster each time; "all_gather" as a baseline for the outputs.
+        group: The data-parallel group, or that axis of a `DeviceMesh` (`mesh["dp"]`), where tensor- or
+            sequence-parallel peers share a rank's samples and so its plan; DDP's own or the world if not given.
         prefetch: Batches prepared ahead in a background thread; 0 prepares in the training thread.
         timeout_s: Seconds after which a wait raises.
 
@@ -181,6 +188,7 @@ def orchestrate(
         costs=costs,
         collate_fn=collate_fn,
         exchange=exchange,
+        group=group,
         timeout_s=timeout_s,
     )
     return OrchestratedLoader(loader, setup, prefetch=prefetch, timeout_s=timeout_s)

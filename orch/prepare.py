@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
+from orch.comm.groups import Group
 from orch.comm.layout import Exchange, Layout, Rearrangement
 from orch.comm.parcels import exchange_parcels
-from orch.comm.topology import IntArray
+from orch.comm.topology import IntArray, Topology
 from orch.draw import DrawnSample, open_parcel
 from orch.lengths import StepLengths
 from orch.loss import IGNORE
@@ -47,7 +47,10 @@ def exchange_step_parcels(
     lengths: StepLengths,
     plan: MicroStepPlan,
     rank: int,
-    group: dist.ProcessGroup | None,
+    group: Group,
+    *,
+    method: str = "flat",
+    topology: Topology | None = None,
 ) -> Arrived:
     """Moves the text of this micro-step to the LLM's layout and raw items to their encoders, in one exchange."""
     names = list(plan.stages)
@@ -59,7 +62,8 @@ def exchange_step_parcels(
         first_item = int(np.searchsorted(lengths.stages[name].sample, first))
         parcels += [own[i - first_item] for i in stage.items[stage.home.rank_of_item == rank].tolist()]
         sizes.append(lengths.stages[name].num_bytes[stage.items])
-    arrived = exchange_parcels(parcels, _all_parcels(plan), np.concatenate(sizes), rank, group)
+    num_bytes = np.concatenate(sizes)
+    arrived = exchange_parcels(parcels, _all_parcels(plan), num_bytes, rank, group, method=method, topology=topology)
     pieces = iter(arrived)
     here = int((plan.llm.rank_of_item == rank).sum())
     opened = [open_parcel(next(pieces), names) for _ in range(here)]
@@ -75,7 +79,7 @@ def exchange_step_parcels(
 
 def stage_batch(
     stage: StagePlan, num_rows: IntArray, items: list[Item], parts: Sequence[Sequence[Item]], adapter: EncoderAdapter,
-    rank: int,
+    rank: int, topology: Topology | None = None,
 ) -> StageBatch:  # fmt: skip
     """What one stage does on this rank; `num_rows` (int64[m]) are the rows of each of the micro-step's items."""
     encoded = stage.encode.rank_of_item == rank
@@ -83,7 +87,7 @@ def stage_batch(
     return StageBatch(
         inputs=adapter.join(items or [adapter.dummy()]),
         num_rows=int(num_rows[encoded].sum()),
-        exchange=Exchange.of(stage.to_llm, rank, num_rows),
+        exchange=Exchange.of(stage.to_llm, rank, num_rows, topology),
         parts=tuple(part for sample in parts for part in sample),
         part_rows=tuple(num_rows[needed].tolist()),
         moves=not np.array_equal(stage.encode.rank_of_item, stage.llm.rank_of_item),

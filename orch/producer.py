@@ -140,9 +140,11 @@ class StepProducer:
         self, drawn: list[DrawnSample], lengths: StepLengths, plan: MicroStepPlan, step: int, index: int
     ) -> tuple[dict[str, Any], MicroStep]:
         """This rank's batch of one micro-step. A failure here is every rank's."""
-        start = time.perf_counter()
-        with self._setup.liveness.guard("exchange raw items", step=step):
-            arrived = exchange_step_parcels(drawn, lengths, plan, self._setup.rank, self._setup.integers)
+        setup, start = self._setup, time.perf_counter()
+        with setup.liveness.guard("exchange raw items", step=step):
+            arrived = exchange_step_parcels(
+                drawn, lengths, plan, setup.rank, setup.parcels, method=setup.parcel_method, topology=setup.topology
+            )
         self._report.exchange_ms.append(1e3 * (time.perf_counter() - start))
         ready, failure = None, None
         try:
@@ -151,7 +153,9 @@ class StepProducer:
             for name, stage in plan.stages.items():
                 adapter, parts = self._setup.stages[name].adapter, arrived.parts[name]
                 num_rows = lengths.stages[name].num_rows[stage.items]
-                stages[name] = stage_batch(stage, num_rows, arrived.items[name], parts, adapter, self._setup.rank)
+                stages[name] = stage_batch(
+                    stage, num_rows, arrived.items[name], parts, adapter, setup.rank, setup.topology
+                )
                 batch |= adapter.llm_inputs([part for sample in parts for part in sample])
             ready = batch, self._micro_step(lengths, stages, arrived.named, step, index)
         except Exception as error:

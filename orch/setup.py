@@ -12,9 +12,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from orch import __version__
-from orch.comm.groups import get_rank, get_world_size, new_cpu_group
+from orch.comm.all_to_all import METHODS
+from orch.comm.groups import Group, get_rank, get_world_size, new_cpu_group, new_node_groups
+from orch.comm.hosts import discover_topology
 from orch.comm.liveness import Liveness, LivenessConfig
 from orch.comm.topology import Topology
 from orch.config import BalanceConfig, StageConfig
@@ -25,7 +28,7 @@ from orch.micro_step import instrument_model
 from orch.prepare import Collate
 from orch.stages import EncoderAdapter, Stage, stages_in
 
-EXCHANGE_METHODS = ("flat", "all_gather")
+EXCHANGE_METHODS = ("auto", *METHODS)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,9 +44,10 @@ class Setup:
         accumulate: K, groups drawn for each optimizer step.
         collate: Samples and parts to the arguments of the model.
         placeholders: Token ids that stand for rows of each stage, where known.
-        integers: CPU group for lengths and raw items; the background thread's own.
-        rows: Group for encoder outputs; the training thread's own.
-        exchange_method: "flat" or "all_gather".
+        integers: CPU group for lengths; the background thread's own.
+        parcels: The same for raw items, with the groups of its hops where they may travel node-wise.
+        rows: Group for encoder outputs, with those of its hops; the training thread's own.
+        exchange_method: "auto", "flat", "node_wise" or "all_gather".
         device: Where the model is.
         liveness: This rank's heartbeat and its view of the others.
     """
@@ -57,10 +61,16 @@ class Setup:
     collate: Collate
     placeholders: Mapping[str, Sequence[int]]
     integers: dist.ProcessGroup | None
-    rows: dist.ProcessGroup | None
+    parcels: Group
+    rows: Group
     exchange_method: str
     device: torch.device
     liveness: Liveness
+
+    @property
+    def parcel_method(self) -> str:
+        """How raw items travel; the baseline of all-gather is for encoder outputs alone."""
+        return "flat" if self.exchange_method == "all_gather" else self.exchange_method
 
     @property
     def adapters(self) -> dict[str, EncoderAdapter]:
@@ -91,21 +101,23 @@ def make_setup(
     costs: Mapping[str, CostModel] | None,
     collate_fn: Collate | None,
     exchange: str,
+    group: dist.ProcessGroup | DeviceMesh | None,
     timeout_s: float,
 ) -> Setup:
     """Reads the engine, instruments its model and makes the groups; every rank calls it at the same point."""
     if exchange not in EXCHANGE_METHODS:
         raise ValueError(f"`exchange` must be one of {EXCHANGE_METHODS}, but is {exchange!r} instead.")
-    info = read_engine(engine)
+    info = read_engine(engine, group)
     stages = stages_in(info.model)
     for stage in stages.values():
         stage.bind(info.model.config)
     instrument_model(info.model)
     backbone = importlib.import_module("orch.encoders.backbone")
     num_ranks = get_world_size(info.group)
-    topology = topology or Topology(num_ranks)
-    if topology.num_ranks != num_ranks:
+    if topology is not None and topology.num_ranks != num_ranks:
         raise ValueError(f"`topology` must have {num_ranks} ranks, but has {topology.num_ranks} instead.")
+    integers = new_cpu_group(info.group, timeout_s=timeout_s)
+    topology = topology or discover_topology(integers)
     return Setup(
         engine=info,
         stages=stages,
@@ -115,8 +127,9 @@ def make_setup(
         accumulate=_accumulate(info, accumulate),
         collate=collate_fn or backbone.collator_for(info.model, layout),
         placeholders={name: backbone.placeholder_ids(info.model, stage.adapter) for name, stage in stages.items()},
-        integers=new_cpu_group(info.group, timeout_s=timeout_s),
-        rows=_rows_group(info.group, timeout_s),
+        integers=integers,
+        parcels=_with_hops(integers, topology, exchange, timeout_s),
+        rows=_with_hops(_rows_group(info.group, timeout_s), topology, exchange, timeout_s),
         exchange_method=exchange,
         device=next(info.model.parameters()).device,
         liveness=_heartbeat(timeout_s),
@@ -148,6 +161,13 @@ def _rows_group(group: dist.ProcessGroup | None, timeout_s: float) -> dist.Proce
     if group is None or dist.get_backend(group) != "gloo":
         return group
     return new_cpu_group(group, timeout_s=timeout_s)
+
+
+def _with_hops(group: dist.ProcessGroup | None, topology: Topology, exchange: str, timeout_s: float) -> Group:
+    """The group with those of two hops, where they may be used."""
+    if group is None or not (exchange == "node_wise" or (exchange == "auto" and topology.num_nodes > 1)):
+        return group
+    return new_node_groups(group, topology, timeout_s=timeout_s)
 
 
 def _balance_config(

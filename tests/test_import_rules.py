@@ -17,6 +17,9 @@ PACKAGE_OF_FOLDER = {"comm": "orch.comm", "odb": "orch.odb", "encoders": "orch.e
 PURE = {
     "orch.comm.topology",
     "orch.comm.launchers",
+    "orch.comm.splits",
+    "orch.comm.predict",
+    "orch.comm.two_hops",
     "orch.comm.layout",
     "orch.comm.placement",
     "orch.comm.placement_search",
