@@ -87,7 +87,7 @@ def print_ablation(result: Mapping[str, Any]) -> None:
     stages = list(result["variants"]["none"]["stages"])
     table = Table(title=f"{result['num_steps']} recorded steps, {result['num_repeats']} times each")
     table.add_column("variant")
-    headings = ["CPU ms of the slowest rank", "wall ms", "speed", "share of possible gain"]
+    headings = ["CPU ms of the slowest rank", "wall ms", "speed", "share of possible gain", "work of all ranks"]
     headings += [f"{name} imbalance" for name in stages] + [f"{name} largest" for name in stages]
     for heading in [*headings, "MB intra-node", "MB inter-node"]:
         table.add_column(heading, justify="right")
@@ -98,12 +98,15 @@ def print_ablation(result: Mapping[str, Any]) -> None:
             _median_and_interval(row["wall_ms"]),
             f"{row['speed']:.3f}",
             f"{row['share_of_possible_gain']:.2f}",
+            f"{row['work']:.3f}",
             *(f"{row['stages'][stage]['imbalance_after']['mean']:.3f}" for stage in stages),
             *(f"{row['stages'][stage]['largest_batch_after']:,}" for stage in stages),
             *(f"{row['bytes'][where] / 1e6:.1f}" for where in ("intra_node", "inter_node")),
         )
     ideal = result["perfect balance"]
-    table.add_row("perfect balance", _median_and_interval(ideal["cpu_ms"]), "", f"{ideal['speed']:.3f}", "1.00")
+    table.add_row(
+        "perfect balance", _median_and_interval(ideal["cpu_ms"]), "", f"{ideal['speed']:.3f}", "1.00", "1.000"
+    )
     Console(width=200).print(table)
 
 
