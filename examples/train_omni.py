@@ -20,7 +20,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import numpy as np
 import torch
 import torch.distributed as dist
-from engines import wrap_engine
+from engines import ENGINES, wrap_engine
 from omni.dataset import OmniDataset
 from omni.generator import GeneratedDataset, Mix
 from omni.images import PatchGrid
@@ -44,7 +44,7 @@ def make_parser(description: str) -> ArgumentParser:
     parser = ArgumentParser(description=description)
     add = parser.add_argument
     add("--data", type=Path, help="JSON or JSONL records; without it the project's own generated data")
-    add("--engine", choices=["ddp", "zero2"], default="ddp")
+    add("--engine", choices=ENGINES, default="ddp")
     add("--balance", choices=["none", "pre", "llm", "post"], default="post")
     add("--layout", choices=["packed", "padded"], default="packed", help="how samples lie in the LLM's batch")
     add("--exchange", choices=["flat", "all_gather"], default="flat")

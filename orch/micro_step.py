@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import register_pytree_node
 
 from orch.comm.all_to_all import exchange_many
 from orch.comm.groups import Group
@@ -92,6 +93,19 @@ class MicroStep:
         return float(loss.detach()) / (self.loss_scale * self.num_label_tokens) if self.loss_scale else 0.0
 
 
+def _inputs_of(micro_step: MicroStep) -> tuple[list[Any], MicroStep]:
+    return [dict(batch.inputs) for batch in micro_step.stages.values()], micro_step
+
+
+def _with_inputs(inputs: Iterable[Any], micro_step: MicroStep) -> MicroStep:
+    pairs = zip(micro_step.stages.items(), inputs, strict=True)
+    return replace(micro_step, stages={name: replace(batch, inputs=values) for (name, batch), values in pairs})
+
+
+# Engines that cast or move the arguments of a model (FSDP2's mixed precision) find those of the encoders too.
+register_pytree_node(MicroStep, _inputs_of, _with_inputs)
+
+
 class _ModelHooks:
     """Runs every stage once before the model's forward, and the exact loss after it."""
 
@@ -168,6 +182,7 @@ def instrument_model(model: nn.Module) -> None:
         return
     hooks = _ModelHooks(model)
     object.__setattr__(model, _MARK, hooks)
-    model.register_forward_pre_hook(hooks.before_forward, with_kwargs=True, prepend=True)
+    # After the engine's own hooks, which gather parameters (FSDP2) or begin their record of a forward (ZeRO-3).
+    model.register_forward_pre_hook(hooks.before_forward, with_kwargs=True)
     model.register_forward_hook(hooks.after_forward, with_kwargs=True, always_call=True)
     model.get_input_embeddings().register_forward_hook(hooks.after_embedding)  # type: ignore[operator]

@@ -19,6 +19,7 @@ from orch.prefetch import Prefetcher
 from orch.prepare import Collate, to_device
 from orch.producer import Ready, StepProducer
 from orch.report import Report
+from orch.resume import ResumePoint
 from orch.setup import Setup, make_setup
 
 DEFAULT_TIMEOUT_S = 600.0
@@ -51,21 +52,24 @@ class OrchestratedLoader:
         self.micro_step: MicroStep | None = None
         self._prefetch, self._timeout_s = prefetch, timeout_s
         self._ahead: Prefetcher[Ready] | None = None
-        self._peaks: dict[str, int] = {}
+        self._begin = ResumePoint()
+        self._reached: ResumePoint | None = None
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         self._end_former_epoch()
         closing = threading.Event()
-        groups = iter(self.loader.groups() if hasattr(self.loader, "groups") else self.loader)
-        produced = StepProducer(groups, self.setup, self.report, self._peaks, closing.is_set)
+        produced = StepProducer(self.loader, self.setup, self.report, self._begin, closing.is_set)
+        self.micro_step, self._reached = None, produced.begin
         try:
             if self._prefetch == 0:
                 yield from map(self._hand_over, produced)
+                self._reached = self._next_epoch()
                 return
             self._ahead = ahead = Prefetcher(produced, self._prefetch, closing, self._check_wait)
             while (ready := self._next(ahead)) is not None:
                 yield self._hand_over(ready)
             self.setup.liveness.note("end of an epoch")
+            self._reached = self._next_epoch()
         finally:  # At the end, after `break`, and while an exception of the loop's body is on its way up.
             self.setup.liveness.pause()
             if self._ahead is not None:
@@ -80,10 +84,37 @@ class OrchestratedLoader:
         if hasattr(self.loader, "set_epoch"):
             self.loader.set_epoch(epoch)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Where this rank stands behind the last optimizer step; what was prepared ahead of it counts as not drawn.
+
+        Save it beside model and optimizer; every rank saves its own.
+
+        Raises:
+            RuntimeError: If micro-steps of the current optimizer step are still to come.
+            TypeError: If the loader has no `state_dict`, or cannot be resumed.
+        """
+        if not self.sync_gradients:
+            raise RuntimeError("`state_dict` must be called where an optimizer step ends, not between micro-steps.")
+        return (self._reached or self._next_epoch()).to_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on where `state` was saved: the next iteration yields what had not been trained on, once.
+
+        Raises:
+            ValueError: If it is not such a state, or the loader refuses its own.
+        """
+        self._end_former_epoch()
+        self._begin = ResumePoint.from_dict(state)
+        self.loader.load_state_dict(self._begin.loader)
+        self.micro_step = self._reached = None
+
     @property
     def sync_gradients(self) -> bool:
         """Whether the optimizer steps after the batch yielded last; under DDP the others may run in `no_sync`."""
         return self.micro_step is None or self.micro_step.is_last
+
+    def _next_epoch(self) -> ResumePoint:
+        return ResumePoint.of(self.loader, self._begin.step, self._begin.peaks)
 
     def _end_former_epoch(self) -> None:
         """Waits for the background thread of the epoch before, which shares its process group with the next."""
@@ -104,6 +135,8 @@ class OrchestratedLoader:
         """Moves the batch to the model's device, and tells DeepSpeed whether a step follows."""
         if ready.micro_step.index == 0:
             self.report.steps.append(ready.metrics)
+        self._begin = replace(ready.resume, step=0)
+        self._reached = ready.resume
         device = self.setup.device
         ready.micro_step.note(f"train on {describe_samples(ready.micro_step.samples)}")
         stages = {

@@ -19,6 +19,7 @@ from orch.micro_step import MicroStep, describe_samples
 from orch.plan import MicroStepPlan, StepPlan, plan_step
 from orch.prepare import Named, exchange_step_parcels, stage_batch
 from orch.report import Report
+from orch.resume import ResumePoint
 from orch.setup import Setup
 
 Groups = Iterator[Sequence[dict[str, Any]]]
@@ -32,11 +33,13 @@ class Ready:
         batch: Arguments of the model's forward.
         micro_step: What travels with them.
         metrics: Of the whole step.
+        resume: Where to go on once the step is done.
     """
 
     batch: dict[str, Any]
     micro_step: MicroStep
     metrics: StepMetrics
+    resume: ResumePoint
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,23 +61,28 @@ class StepProducer:
     """Produces the batches of a run of steps; every rank's producer enters the same collectives in the same order.
 
     Args:
-        groups: This rank's groups.
+        loader: The loader that draws this rank's groups.
         setup: What the run fixed once.
         report: Where figures go.
-        peaks: Largest batches that the run needed as drawn, by stage; raised step by step, the same on all ranks.
+        begin: The first step's number, and the peaks so far, which are raised step by step, the same on all ranks.
         is_closing: Whether the consumer has stopped; asked before each step, and all ranks end when one says so.
+
+    Attributes:
+        begin: The same with the loader's own state.
     """
 
     def __init__(
-        self, groups: Groups, setup: Setup, report: Report, peaks: dict[str, int], is_closing: Callable[[], bool]
+        self, loader: Any, setup: Setup, report: Report, begin: ResumePoint, is_closing: Callable[[], bool]
     ) -> None:
-        self._peaks = peaks
-        self._groups, self._setup, self._report, self._is_closing = groups, setup, report, is_closing
+        self._loader, self._setup, self._report, self._is_closing = loader, setup, report, is_closing
+        self._groups: Groups = iter(loader.groups() if hasattr(loader, "groups") else loader)
+        self._peaks = dict(begin.peaks)
+        self.begin = ResumePoint.of(loader, begin.step, self._peaks)
         self._names = list(setup.stages)
         self._agreed = setup.fingerprint()
 
     def __iter__(self) -> Iterator[Ready]:
-        step = 0
+        step = self.begin.step
         while True:
             closing = self._is_closing()
             self._setup.liveness.note("draw", step=step)
@@ -86,9 +94,10 @@ class StepProducer:
             metrics = step_metrics(lengths, plan, self._setup.topology, self._setup.config)
             for name, stage in metrics.stages.items():
                 self._peaks[name] = max(self._peaks.get(name, 0), stage.largest_batch_before)
+            resume = ResumePoint.of(self._loader, step + 1, self._peaks)
             for index, part in enumerate(plan.micro_steps):
                 batch, micro_step = self._prepare(draw.samples, lengths, part, step, index)
-                yield Ready(batch, micro_step, metrics)
+                yield Ready(batch, micro_step, metrics, resume)
             step += 1
 
     def _draw(self) -> _Draw:

@@ -8,7 +8,8 @@ plain encoder.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+import types
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
@@ -91,7 +92,7 @@ class Stage:
 
     Attributes:
         name: Name of the stage.
-        encoder: The encoder, whose `forward` is this stage's `serve`.
+        encoder: The encoder, calls of which come to this stage's `call`.
         adapter: How to count, split, join and feed it.
     """
 
@@ -99,7 +100,7 @@ class Stage:
         self.name = name
         self.encoder = encoder
         self.adapter = adapter
-        self._plain_forward = encoder.forward
+        self._compiled: Callable[..., Any] | None = encoder._compiled_call_impl
         self._routed: list[tuple[torch.Tensor, ...]] | None = None
 
     def encode(self, inputs: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
@@ -140,16 +141,32 @@ class Stage:
         """How many of the model's calls are still to come."""
         return len(self._routed or [])
 
-    def serve(self, *args: Any, **kwargs: Any) -> Any:
-        """The encoder's forward: routed rows within an orchestrated micro-step, else the encoder itself."""
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """A call of the encoder: routed rows within an orchestrated micro-step, else the encoder itself.
+
+        It stands before the encoder's hooks. Engines gather parameters there, which every rank must do equally often,
+        while a model calls its encoder only on ranks whose samples have items for it.
+        """
         if self._routed is None:
-            return self._plain_forward(*args, **kwargs)
+            return (self._compiled or self._plain_call)(*args, **kwargs)
         if not self._routed:
             raise RuntimeError(
                 f"The model called the encoder of stage {self.name!r} more often than its adapter "
                 f"{type(self.adapter).__name__}.calls says it would."
             )
         return self.adapter.output(self._routed.pop(0))
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compiles the encoder in place, as `nn.Module.compile` does: what it computes, not how it is served."""
+        self._compiled = torch.compile(self._plain_call, *args, **kwargs)
+
+    @property
+    def _plain_call(self) -> Callable[..., Any]:
+        return types.MethodType(type(self.encoder)._call_impl, self.encoder)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies are not compiled, as those of any module."""
+        return {**self.__dict__, "_compiled": None}
 
 
 def stage(encoder: EncoderT, name: str, adapter: EncoderAdapter | None = None) -> EncoderT:
@@ -176,7 +193,9 @@ def stage(encoder: EncoderT, name: str, adapter: EncoderAdapter | None = None) -
     _check_adapter(adapter)
     instrument = Stage(encoder, name, adapter)
     object.__setattr__(encoder, _ATTRIBUTE, instrument)
-    object.__setattr__(encoder, "forward", instrument.serve)
+    object.__setattr__(encoder, "_call_impl", instrument.call)  # what `nn.Module.__call__` calls
+    object.__setattr__(encoder, "_compiled_call_impl", None)  # or else this; the instrument has it now
+    object.__setattr__(encoder, "compile", instrument.compile)
     return encoder
 
 

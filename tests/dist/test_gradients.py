@@ -83,12 +83,12 @@ def _full_gradients(engine, model):
 
 def run_step(case, groups):
     """Gradients and loss of one step as the engine has them."""
-    from engines import make_optimizer, wrap_ddp, wrap_zero2
+    from engines import make_optimizer, wrap_ddp, wrap_zero
 
     rank, num_ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
     model = small_model(case.dtype, case.layout)
     ddp = wrap_ddp(model) if case.engine == "ddp" else None
-    engine = ddp or wrap_zero2(model, make_optimizer(model, 1e-3), case.accumulate)
+    engine = ddp or wrap_zero(model, make_optimizer(model, 1e-3), case.accumulate)
     loader = orch.orchestrate(
         Groups(groups[rank]),
         engine,

@@ -105,7 +105,7 @@ def test_zero2_sees_parameters_in_one_order_on_all_ranks():
 def zero2_errors(name):
     """In single precision, the error of each parameter's gradient relative to its own largest, by step."""
     from deepspeed.utils import safe_get_full_grad
-    from engines import make_optimizer, wrap_zero2
+    from engines import make_optimizer, wrap_zero
 
     rank, found = torch.distributed.get_rank(), {}
     for step in STEPS:
@@ -114,7 +114,7 @@ def zero2_errors(name):
         model = make_model(name, "packed")
         for parameter in model.parameters():
             parameter.data = parameter.data.float()
-        engine = wrap_zero2(model, make_optimizer(model, 1e-3), 1)
+        engine = wrap_zero(model, make_optimizer(model, 1e-3), 1)
         (batch,) = orch.orchestrate(Groups([drawn[rank]]), engine, balance="none", timeout_s=50)
         engine.backward(engine(**batch).loss)
         trained = {key: parameter for key, parameter in model.named_parameters() if parameter.requires_grad}
