@@ -16,10 +16,11 @@ from scipy.optimize import linear_sum_assignment
 from orch.comm.topology import IntArray, Topology
 from orch.odb.budget import TokenBudget
 from orch.odb.grouping import Groups, form_groups, split_groups
+from orch.odb.padded_steps import densest_groups, mixed_steps, most_even_steps
 
 MAX_ROUNDS_WAITED = 8
-SHARE_OF_GROUPS = 3 / 4
-SHARE_OF_STEPS = 2 / 3
+SHARE_OF_STEPS = 1 / 2
+CHOICE = 7 / 4
 INTER_NODE_WEIGHT = 16
 FULL = 0.98
 FIELDS = ("ordinal", "length", "num_label_tokens", "num_bytes", "index", "rounds_waited")
@@ -32,6 +33,7 @@ class GlobalWindow:
     Attributes:
         budget: When a group is full.
         topology: Which ranks share a node.
+        mixes_lengths: Padded: each step has long and short groups, which costs evenness.
         rank: int64[N], where each sample is; samples ascend by rank, then by number, whenever they arrived.
         ordinal: int64[N], its number on that rank.
         length: int64[N].
@@ -43,6 +45,7 @@ class GlobalWindow:
 
     budget: TokenBudget
     topology: Topology
+    mixes_lengths: bool = False
     rank: IntArray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     ordinal: IntArray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     length: IntArray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
@@ -66,25 +69,27 @@ class GlobalWindow:
     def plan_steps(self, *, all_ended: bool) -> list[Groups]:
         """Chooses the next steps of one group for each rank, [] where there are fewer samples than ranks.
 
-        While samples still come, the best filled groups go first, those of equal cost together; what has waited for
+        While samples still come, half of the steps go, those that waste the least; what has waited for
         `MAX_ROUNDS_WAITED` rounds goes before all else. At the end everything goes.
+
+        Padded, a step's groups are of nearly equal cost. Cost goes with length, so a step's lengths are then no random
+        draw: with `mixes_lengths` they are nearer to one (and nearer than sorting offline and shuffling the groups),
+        but the ranks wait for each other 1-5 % longer. Packed steps are like random ones anyway.
 
         Returns:
             For each step, the samples (positions into this window) of each rank's group.
         """
         if not len(self):
             return []
-        num_ranks = self.topology.num_ranks
         groups = self._even_groups() if all_ended else self._formed()
-        if not all_ended and len(groups) < num_ranks:
-            groups = split_groups(groups, self.length, min(num_ranks, len(self)))
+        num_steps = max(1, int(len(groups) / self.topology.num_ranks * SHARE_OF_STEPS))
+        if not all_ended and len(groups) < self.topology.num_ranks:
+            groups = split_groups(groups, self.length, min(self.topology.num_ranks, len(self)))
         if self.budget.layout == "packed":
-            steps = self._by_home(groups)
-            steps = steps if all_ended else steps[: max(1, int(len(steps) * SHARE_OF_GROUPS * SHARE_OF_STEPS))]
-        elif all_ended:
-            steps = self._by_cost(groups)
+            steps = self._by_home(groups)[: None if all_ended else num_steps]
         else:
-            steps = self._most_even(self._by_cost(self._best_filled(groups)))
+            steps = self._by_cost(groups) if all_ended else self._least_waste(groups, num_steps)
+            steps = self._mixed(steps) if self.mixes_lengths else steps
         return [self._assigned(step) for step in steps]
 
     def remove(self, steps: Sequence[Groups]) -> None:
@@ -129,11 +134,6 @@ class GlobalWindow:
         groups = form_groups(self.length, TokenBudget(high, self.budget.layout, self.budget.max_samples))
         return split_groups(groups, self.length, min(max(len(groups), num_steps * num_ranks), len(self)))
 
-    def _best_filled(self, groups: Groups) -> Groups:
-        num_ranks = self.topology.num_ranks
-        count = max(num_ranks, int(len(groups) * SHARE_OF_GROUPS) // num_ranks * num_ranks)
-        return [groups[i] for i in np.sort(self._by_fill(groups)[:count])]
-
     def _by_fill(self, groups: Groups) -> IntArray:
         """The order of groups: what has waited long, then the fullest."""
         is_fresh = np.array([self.rounds_waited[group].max() < MAX_ROUNDS_WAITED for group in groups])
@@ -158,16 +158,27 @@ class GlobalWindow:
         num_ranks = self.topology.num_ranks
         return [groups[start : start + num_ranks] for start in range(0, len(groups), num_ranks)]
 
-    def _most_even(self, steps: list[Groups]) -> list[Groups]:
-        """The steps of most equal cost, but first those in which a sample has waited long."""
-        count = max(1, int(len(steps) * SHARE_OF_STEPS))
+    def _least_waste(self, groups: Groups, num_steps: int) -> list[Groups]:
+        """Padded steps of the groups with the least padding, or of `groups` where there are too few of those."""
+        num_ranks, is_urgent = self.topology.num_ranks, self.rounds_waited >= MAX_ROUNDS_WAITED
+        densest = densest_groups(self.length, self.budget, is_urgent, int(num_steps * num_ranks * CHOICE))
+        groups = densest if len(densest) >= num_ranks else groups
+        if len(groups) < num_ranks:
+            return [groups]
+        costs = np.array([self._cost(group) for group in groups])
+        tokens = np.array([self.length[group].sum() for group in groups])
+        urgent = np.array([is_urgent[group].any() for group in groups])
+        steps = most_even_steps(costs, tokens, urgent, num_ranks, num_steps)
+        return [[groups[i] for i in step] for step in steps]
 
-        def order(index: int) -> tuple[bool, float, int]:
-            costs = [self._cost(group) for group in steps[index]]
-            is_fresh = max(int(self.rounds_waited[group].max()) for group in steps[index]) < MAX_ROUNDS_WAITED
-            return is_fresh, -sum(costs) / (len(costs) * max(costs)), index
-
-        return [steps[i] for i in sorted(sorted(range(len(steps)), key=order)[:count])]
+    def _mixed(self, steps: list[Groups]) -> list[Groups]:
+        """The same groups, dealt so that each step has long and short ones."""
+        groups = [group for step in steps for group in step]
+        if len(groups) % len(steps):
+            return steps
+        longest = np.array([self.length[group].max() for group in groups])
+        costs = np.array([self._cost(group) for group in groups])
+        return [[groups[i] for i in step] for step in mixed_steps(longest, costs, len(steps))]
 
     def _assigned(self, groups: Groups) -> Groups:
         """Gives each group to the rank that makes the fewest bytes move, between nodes above all."""
