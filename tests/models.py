@@ -14,7 +14,6 @@ import orch
 from orch.encoders.packing import use_packed_attention
 from orch.encoders.registry import adapter_for
 from orch.loss import num_label_tokens, token_loss_sum
-from orch.stages import stage_of
 from tests.families import FAMILIES, VOCAB
 
 __all__ = ["FAMILIES"]
@@ -127,8 +126,8 @@ def count_entries(model: Any, name: str) -> dict[str, int]:
         return run(*args, **kwargs)
 
     for stage, path in FAMILIES[name].towers.items():
-        instrument = stage_of(model.get_submodule(path))
-        instrument._plain_forward = functools.partial(count, stage, instrument._plain_forward)
+        tower = model.get_submodule(path)
+        tower.forward = functools.partial(count, stage, tower.forward)
     for path, module in model.named_modules():
         if path.endswith("projector"):
             entered["projector"] = 0
