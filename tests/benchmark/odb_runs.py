@@ -22,11 +22,11 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
 BUDGET = 16384
-MEAN_LENGTH = 512
+MEAN_LENGTH = 600
 
 
 def draw_lengths(num_samples: int, cv: float, seed: int = 0) -> np.ndarray:
-    """Lognormal lengths of mean 512 and the given coefficient of variation, clipped to [16, 16384]."""
+    """Lognormal lengths of mean 600 and the given coefficient of variation, clipped to [16, 16384]."""
     sigma2 = np.log(1 + cv * cv)
     drawn = np.random.default_rng(seed).lognormal(np.log(MEAN_LENGTH) - sigma2 / 2, np.sqrt(sigma2), num_samples)
     return np.clip(drawn, 16, BUDGET).astype(np.int64)
@@ -84,7 +84,7 @@ def make_loader(package: str, dataset: Dataset, collate: Any, **arguments: Any) 
             rank, num_ranks = dist.get_rank(), dist.get_world_size()
             arguments["sampler"] = range(rank, len(dataset), num_ranks)
         arguments["multiprocessing_context"] = "fork"
-        for name in ("grouping", "layout"):
+        for name in ("grouping", "layout", "mixes_lengths"):
             arguments.pop(name, None)
     return odb_of(package).ODBDataLoader(
         dataset, token_budget=BUDGET, collate_fn=collate, loss_scaling="exact", **arguments
