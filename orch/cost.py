@@ -161,11 +161,10 @@ class RectangleFrontCost:
 
 def sum_by_bin(values: IntArray, bin_of_item: IntArray, num_bins: int) -> IntArray:
     """Sum of `values` in each bin: int64[num_bins], exact."""
-    total = np.zeros(num_bins, dtype=np.int64)
     if len(values) and int(values.max()) * len(values) < 1 << 53:  # float64 sums are exact up to here, and faster
-        total[:] = np.bincount(bin_of_item, weights=values, minlength=num_bins)
-    else:
-        np.add.at(total, bin_of_item, values)
+        return np.bincount(bin_of_item, weights=values, minlength=num_bins).astype(np.int64)
+    total = np.zeros(num_bins, dtype=np.int64)
+    np.add.at(total, bin_of_item, values)
     return total
 
 

@@ -7,6 +7,7 @@ integer where they fit into 63 bits. The result is the same either way.
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from orch.comm.topology import IntArray
 
@@ -37,9 +38,16 @@ def descending(values: IntArray) -> IntArray:
     return ascending(-values)
 
 
+def starts_run(values: IntArray) -> npt.NDArray[np.bool_]:
+    """For sorted values, whether each differs from the one before it: bool[N], true for the first."""
+    starts = np.empty(len(values), dtype=np.bool_)
+    starts[:1] = True
+    np.not_equal(values[1:], values[:-1], out=starts[1:])
+    return starts
+
+
 def run_starts(values: IntArray) -> IntArray:
     """For sorted values, the position at which the run of each one's equals starts: int64[N]."""
-    if not len(values):
-        return np.zeros(0, dtype=np.int64)
-    starts = np.concatenate([[True], values[1:] != values[:-1]])
-    return np.maximum.accumulate(np.where(starts, np.arange(len(values)), 0))
+    starts = np.arange(len(values))
+    starts *= starts_run(values)
+    return np.maximum.accumulate(starts)

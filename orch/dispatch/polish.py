@@ -20,6 +20,7 @@ _NEVER = np.iinfo(np.int64).max
 _FEW_ITEMS = 10  # of a pair of bins; 2^9 ways to split them
 _WORK_OF_SPLITS = 32  # trying them all, counted in items looked at; and the overhead of a round likewise
 _WORK_OF_ROUND = 4000
+_LOW = 4  # the lowest fourth of what is above the goal waits
 _EXACT = 1 << 49  # sums of so few costs below this are exact in float64
 
 
@@ -61,13 +62,13 @@ def polish(costs: IntArray, bin_of_item: IntArray, num_bins: int, limits: Limits
     state = _State(costs[order], bin_of_item[order], loads, group)
     work, stale = 0, 0
     while largest > limits.goal and stale <= limits.patience and work < limits.max_work:
-        # The upper half of what is above the goal first: the rest is worth no work before these have come down. But
+        # The upper part of what is above the goal first: the rest is worth no work before these have come down. But
         # where nothing helps, other pairs may change what the fullest bin can be paired with.
-        floor = (limits.goal + largest) // 2 if stale % 3 == 0 else limits.goal
+        floor = limits.goal + (largest - limits.goal) // _LOW if stale % 3 == 0 else limits.goal
         pairs = state.pair(floor, shift=stale * stale)
         work += state.improve(pairs) + 2 * num_bins + len(costs) // 4 + _WORK_OF_ROUND
-        stale = stale + 1 if int(loads.max()) == largest else 0
-        largest = int(loads.max())
+        before, largest = largest, int(loads.max())
+        stale = stale + 1 if largest == before else 0
     polished = np.empty_like(bin_of_item)
     polished[order] = state.bin_of_item
     return polished
@@ -99,56 +100,69 @@ class _State:
         At most half of the bins of a group count as above the floor.
         """
         order = ascending(self.group, self.loads)
-        group = self.group[order]
+        loads, group = self.loads[order], self.group[order]
         size = np.bincount(group)
-        first = np.cumsum(size) - size
-        height = (first + size)[group] - 1 - np.arange(len(order))  # 0 for the fullest of its group
-        upper = np.flatnonzero((height < size[group] // 2) & (self.loads[order] > floor))
-        others = size - np.bincount(group[upper], minlength=len(size))
+        stop = size.cumsum()
+        upper = (loads > floor).nonzero()[0]
+        height = stop[group[upper]] - 1 - upper  # 0 for the fullest of its group
+        halves = height < size[group[upper]] // 2
+        upper, height = upper[halves], height[halves]
         of_group = group[upper]
-        full, empty = order[upper], order[first[of_group] + (height[upper] + shift) % others[of_group]]
-        useful = self.loads[empty] < self.loads[full]
-        return _Pairs(full[useful], empty[useful])
+        others = (size - np.bincount(of_group, minlength=len(size)))[of_group]
+        lower = (stop - size)[of_group] + (height + shift) % others
+        useful = loads[lower] < loads[upper]
+        return _Pairs(order[upper[useful]], order[lower[useful]])
 
     def improve(self, pairs: _Pairs) -> int:
         """Improves each pair as far as one step can; returns the work done."""
-        if not len(pairs):
+        num_pairs = len(pairs)
+        if not num_pairs:
             return 0
         tag_of_bin = np.full(len(self.loads), -1, dtype=np.int64)
-        tag_of_bin[pairs.full] = np.arange(len(pairs))
-        tag_of_bin[pairs.empty] = np.arange(len(pairs)) + len(pairs)
+        tag_of_bin[pairs.full] = np.arange(num_pairs)
+        tag_of_bin[pairs.empty] = np.arange(num_pairs, 2 * num_pairs)
         tag = tag_of_bin[self.bin_of_item]
-        items = np.flatnonzero(tag >= 0)
-        pair, in_full = tag[items] % len(pairs), tag[items] < len(pairs)
-        few = (np.bincount(pair, minlength=len(pairs)) <= _FEW_ITEMS) & bool(self.costs[-1] < _EXACT)
-        split = few[pair]
-        if few.any():
+        items = (tag >= 0).nonzero()[0]
+        tag = tag[items]
+        in_full = tag < num_pairs
+        pair = np.where(in_full, tag, tag - num_pairs)
+        few = np.bincount(pair, minlength=num_pairs) <= _FEW_ITEMS
+        num_few = int(np.count_nonzero(few)) if self.costs[-1] < _EXACT else 0
+        if num_few == num_pairs:
+            self._split(pairs, items, pair)
+        elif num_few:
+            split = few[pair]
             self._split(pairs, items[split], pair[split])
-        if not few.all():
-            gives, takes = in_full & ~split, ~in_full & ~split
-            self._swap(pairs, items[gives], pair[gives], items[takes], pair[takes])
-        return len(items) + _WORK_OF_SPLITS * int(few.sum())
+            self._swap(pairs, items[~split], pair[~split], in_full[~split])
+        else:
+            self._swap(pairs, items, pair, in_full)
+        return len(items) + _WORK_OF_SPLITS * num_few
 
-    def _swap(self, pairs: _Pairs, leaves: IntArray, pair: IntArray, others: IntArray, pair_of_other: IntArray) -> None:
-        """Makes the best move or swap of each pair; `leaves` are in full bins, `others` in empty ones."""
+    def _swap(self, pairs: _Pairs, items: IntArray, pair: IntArray, in_full: npt.NDArray[np.bool_]) -> None:
+        """Makes the best move or swap of each pair."""
         stride = len(self.costs) + 1
-        keys = np.sort(pair_of_other * stride + others)
-        gap = (self.loads[pairs.full] - self.loads[pairs.empty])[pair]
-        wish = self.costs[leaves] - gap // 2  # the cost of the ideal item to get back
-        at = np.searchsorted(keys, pair * stride + np.searchsorted(self.costs, wish))
-        miss, returns = _miss(self.costs[leaves], gap), np.full(len(leaves), -1, dtype=np.int64)
-        for candidate in (at - 1, at) if len(keys) else ():
-            key = keys[np.clip(candidate, 0, len(keys) - 1)]
-            same_pair = key // stride == pair
-            item = np.where(same_pair, key % stride, 0)
-            found = np.where(same_pair, _miss(self.costs[leaves] - self.costs[item], gap), _NEVER)
-            miss, returns = np.where(found < miss, found, miss), np.where(found < miss, item, returns)
+        leaves, pair_of_other, pair = items[in_full], pair[~in_full], pair[in_full]
+        keys = np.empty(len(pair_of_other) + 2, dtype=np.int64)
+        keys[0], keys[-1] = -1, _NEVER  # of no pair
+        keys[1:-1] = pair_of_other * stride + items[~in_full]
+        keys.sort()
+        costs, gap = self.costs[leaves], (self.loads[pairs.full] - self.loads[pairs.empty])[pair]
+        wish = costs - gap // 2  # the cost of the ideal item to get back
+        at = keys.searchsorted(pair * stride + self.costs.searchsorted(wish))
+        miss, returns = _miss(costs, gap), np.full(len(leaves), -1, dtype=np.int64)
+        for key in (keys[at - 1], keys[at]):
+            of_pair, item = np.divmod(key, stride)
+            found = _miss(costs - self.costs[item % len(self.costs)], gap)
+            better = (found < miss) & (of_pair == pair)
+            miss, returns = np.where(better, found, miss), np.where(better, item, returns)
         least = np.full(len(pairs), _NEVER, dtype=np.int64)
         np.minimum.at(least, pair, miss)
-        winners = np.flatnonzero((miss == least[pair]) & (miss < _NEVER))
-        _, first = np.unique(pair[winners], return_index=True)
-        winners = winners[first]
-        self._exchange(pairs, pair[winners], leaves[winners], returns[winners])
+        winners = ((miss == least[pair]) & (miss < _NEVER)).nonzero()[0][::-1]
+        winner = np.full(len(pairs), -1, dtype=np.int64)
+        winner[pair[winners]] = winners  # the last to be written is the first
+        chosen = (winner >= 0).nonzero()[0]
+        winners = winner[chosen]
+        self._exchange(pairs, chosen, leaves[winners], returns[winners])
 
     def _exchange(self, pairs: _Pairs, pair: IntArray, leaves: IntArray, returns: IntArray) -> None:
         full, empty, swaps = pairs.full[pair], pairs.empty[pair], returns >= 0

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from orch.comm.topology import IntArray
 from orch.cost import sum_by_bin
-from orch.dispatch.order import ascending, run_starts
+from orch.dispatch.order import ascending, run_starts, starts_run
 
 _STEPS = 5  # items that do not fit, in one bin
 _EXPENSIVE = np.iinfo(np.int64).max
@@ -26,25 +26,28 @@ def pick_surplus(costs: IntArray, prices: IntArray, bin_of_item: IntArray, exces
     Args:
         costs: int64[N], not negative.
         prices: int64[N], what it takes to move each item.
-        bin_of_item: int64[N]; negative for items that are in no bin.
+        bin_of_item: int64[N]; -1 for items that are in no bin.
         excess: int64[W], what has to leave each bin; at most 0 where nothing has to.
 
     Returns:
         Positions of the items that leave, ascending.
     """
-    items = np.flatnonzero((costs > 0) & (bin_of_item >= 0))
-    items = items[excess[bin_of_item[items]] > 0]
+    bins = np.flatnonzero(excess > 0)
+    if not len(bins):
+        return bins
+    number = np.full(len(excess) + 1, -1)  # the last is that of no bin
+    number[bins] = np.arange(len(bins))
+    number_of_item = number[bin_of_item]
+    items = ((number_of_item >= 0) & (costs > 0)).nonzero()[0]
     if not len(items):
         return items
-    search = _Search.of(costs[items], prices[items], bin_of_item[items], excess)
-    rest = ascending(search.bins, _coarse(prices[items] / costs[items]), -search.costs)
-    for step in range(_STEPS):
+    items = items[ascending(number_of_item[items], prices[items], costs[items])]
+    search = _Search.of(costs[items], prices[items], number_of_item[items], excess[bins])
+    for step in range(_STEPS + 1):
         search.end(step)
-        rest = search.take(rest, step)
-        if not len(rest):
+        if step == _STEPS or not search.take(step):
             break
-    search.end(step + 1)
-    return items[search.chosen()]
+    return np.sort(items[search.chosen()])
 
 
 def _coarse(density: npt.NDArray[np.float64]) -> IntArray:
@@ -52,15 +55,16 @@ def _coarse(density: npt.NDArray[np.float64]) -> IntArray:
     return density.astype(np.float32).view(np.int32).astype(np.int64) >> 6
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _Search:
-    """The state of the search, changed in place; items are those of bins with an excess.
+    """The state of the search. Items are those of bins with an excess, ordered by bin, then by price, then by cost.
 
     Attributes:
         costs: int64[n].
         prices: int64[n].
         bins: int64[n].
-        by_price: int64[n], items by bin, then by price.
+        rest: int64[m], items that may be taken still, by bin, those cheap for their cost first.
+        covers: int64[k], items that may end the search still, ascending.
         left: int64[W], what is left to go.
         spent: int64[W], the price of what was taken.
         step: int64[n], the step in which each item was taken.
@@ -72,7 +76,8 @@ class _Search:
     costs: IntArray
     prices: IntArray
     bins: IntArray
-    by_price: IntArray
+    rest: IntArray
+    covers: IntArray
     left: IntArray
     spent: IntArray
     step: IntArray
@@ -87,48 +92,52 @@ class _Search:
             costs,
             prices,
             bins,
-            ascending(bins, prices, costs),
-            excess.copy(),
-            np.zeros_like(excess),
+            ascending(bins, _coarse(prices / costs), -costs),
+            np.arange(len(costs)),
+            excess,
+            excess * 0,
             np.full(len(costs), _EXPENSIVE),
             np.full(len(excess), _EXPENSIVE),
-            np.zeros_like(excess),
+            excess * 0,
             np.full(len(excess), -1),
         )
 
+    def still_to_go(self) -> IntArray:
+        """What is left of each bin whose search can end cheaper still, else 0: int64[W]."""
+        return np.where(self.best_price > self.spent, np.maximum(self.left, 0), 0)
+
     def end(self, step: int) -> None:
         """Looks at the end of each bin here: with the cheapest item that covers what is left, if anything is."""
-        open_bins = self.best_price > self.spent
-        covers = self.by_price[open_bins[self.bins[self.by_price]]]
-        covers = covers[
-            (self.step[covers] == _EXPENSIVE)
-            & (self.costs[covers] >= self.left[self.bins[covers]])
-            & (self.left[self.bins[covers]] > 0)
-        ]
-        covers = covers[np.flatnonzero(np.diff(self.bins[covers], prepend=-1))]  # the first of each bin
-        self._note(self.bins[covers], self.spent[self.bins[covers]] + self.prices[covers], step, covers)
-        done = np.flatnonzero((self.left <= 0) & open_bins)
-        self._note(done, self.spent[done], step, np.full(len(done), -1))
-
-    def _note(self, bins: IntArray, price: IntArray, step: int, cover: IntArray) -> None:
+        done = ((self.left <= 0) & (self.best_price > self.spent)).nonzero()[0]
+        self.best_price[done], self.best_step[done], self.best_cover[done] = self.spent[done], step, -1
+        left = self.still_to_go()
+        left_of_item = left[self.bins[self.covers]]
+        self.covers = self.covers[(left_of_item > 0) & (self.step[self.covers] == _EXPENSIVE)]
+        ends = self.covers[self.costs[self.covers] >= left[self.bins[self.covers]]]
+        ends = ends[starts_run(self.bins[ends])]  # the first of each bin
+        bins = self.bins[ends]
+        price = self.spent[bins] + self.prices[ends]
         better = price < self.best_price[bins]
         bins = bins[better]
-        self.best_price[bins], self.best_step[bins], self.best_cover[bins] = price[better], step, cover[better]
+        self.best_price[bins], self.best_step[bins], self.best_cover[bins] = price[better], step, ends[better]
 
-    def take(self, rest: IntArray, step: int) -> IntArray:
-        """Takes the items up to the first that does not fit, in each bin; returns those that may be taken later."""
-        rest = rest[self.costs[rest] <= self.left[self.bins[rest]]]
-        bins = self.bins[rest]
+    def take(self, step: int) -> bool:
+        """Takes the items up to the first that does not fit, in each bin; whether any may be taken later."""
+        left = self.still_to_go()
+        rest = self.rest[self.costs[self.rest] <= left[self.bins[self.rest]]]
+        bins, costs = self.bins[rest], self.costs[rest]
         start = run_starts(bins)
-        total = np.cumsum(self.costs[rest])
-        total -= total[start] - self.costs[rest[start]]
-        blocked = np.cumsum(total > self.left[bins])
-        fits: npt.NDArray[np.bool_] = blocked == (blocked - (total > self.left[bins]))[start]
-        taken = rest[fits]
+        total = costs.cumsum()
+        total -= (total - costs)[start]
+        blocks = total > left[bins]
+        blocked = blocks.cumsum()
+        fits = blocked == (blocked - blocks)[start]
+        taken, bins = rest[fits], bins[fits]
         self.step[taken] = step
-        self.left[:] -= sum_by_bin(self.costs[taken], self.bins[taken], len(self.left))
-        self.spent[:] += sum_by_bin(self.prices[taken], self.bins[taken], len(self.left))
-        return rest[~fits]
+        self.left -= sum_by_bin(costs[fits], bins, len(left))
+        self.spent += sum_by_bin(self.prices[taken], bins, len(left))
+        self.rest = rest[~fits]
+        return len(rest) > 0
 
     def chosen(self) -> IntArray:
         """The items of the best end of each bin, ascending."""
