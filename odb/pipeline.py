@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import queue
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 _POLL_S = 1.0
+_EXIT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +46,7 @@ class Pipeline(Generic[T]):
         self._taken = threading.Condition()
         self._ended = False
         self._thread = threading.Thread(target=self._work, name="odb-loader", daemon=True)
+        _running.add(self)
         self._thread.start()
 
     def __iter__(self) -> Pipeline[T]:
@@ -96,3 +100,14 @@ class Pipeline(Generic[T]):
         with self._taken:
             while self._items.qsize() > num_left and not self._stop.is_set():
                 self._taken.wait(_POLL_S)
+
+
+_running: weakref.WeakSet[Pipeline[Any]] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_all() -> None:
+    """Ends the threads before the interpreter does, which would abort one that is in the midst of native code."""
+    for pipeline in list(_running):
+        pipeline.close()
+        pipeline.join(_EXIT_S)

@@ -14,7 +14,7 @@ from orch.encoders.registry import adapter_for
 from orch.loss import num_label_tokens, token_loss_sum
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
-from tiny_omni import build_thinker, tiny_thinker_config  # noqa: E402
+from tiny_omni import build_thinker, tiny_thinker_config
 
 VOCAB = 64
 MEL_BINS = 16

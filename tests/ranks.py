@@ -271,6 +271,7 @@ def _process_group(rank: int, num_ranks: int, setup: _Setup) -> Iterator[None]:
         world_size=num_ranks,
         timeout=timedelta(seconds=setup.collective_timeout_s),
     )
+    dist.barrier()  # a rank that is done at once must not leave while others still connect to it
     yield
     dist.destroy_process_group()
 

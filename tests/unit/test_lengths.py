@@ -49,6 +49,7 @@ def test_lengths_of_all_ranks_are_put_together_in_rank_order(ranks):
     ],
 )
 def test_bad_lengths_are_named(change, message):
-    columns = {"home": [0, 0], "micro_step": [0, 0], "llm_length": [1, 2], "num_bytes": [1, 1], "num_label_tokens": [1, 1]}
+    ones = {"num_bytes": [1, 1], "num_label_tokens": [1, 1]}
+    columns = {"home": [0, 0], "micro_step": [0, 0], "llm_length": [1, 2], **ones}
     with pytest.raises(ValueError, match=message):
         StepLengths(**(columns | change))

@@ -97,7 +97,7 @@ def test_what_cannot_be_a_stage_is_refused(staged):
         orch.stage(staged.model.visual, "again")
     with pytest.raises(ValueError, match=r"must not hold BatchNorm, but '0' is BatchNorm1d"):
         orch.stage(nn.Sequential(nn.BatchNorm1d(3)), "norm")
-    with pytest.raises(ValueError, match="`encoder` must be one of .*, but is Linear instead"):
+    with pytest.raises(ValueError, match=r"`encoder` must be one of .*, but is Linear instead"):
         orch.stage(nn.Linear(2, 2), "linear")
     with pytest.raises(ValueError, match=r"`adapter` must have .*'split'"):
         orch.stage(nn.Linear(2, 2), "linear", adapter=object())
