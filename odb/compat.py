@@ -4,7 +4,9 @@ What differs, and why: `loss_scaling` defaults to "exact" (an unscaled loss aver
 tokens) and weights by label tokens, not input tokens; without a sampler the loader shards the data set over ranks;
 `num_workers=0` works; "approx" is exact, since the counts are gathered anyway. `no_warmup`, `no_sync`, `version` and
 `group_order_flip` are taken and have no effect: there is no ramp, ranks are always aligned, and the order of groups is
-drawn. `max_patches` is refused: count patches in `length_fn`.
+drawn. Without `join` both stop all ranks with the one that runs out; there what that rank still holds is lost, here it
+is handed out first. A trainer's quota of samples counts `all_samples_this_step`, in both: the same on all ranks.
+`max_patches` is refused: count patches in `length_fn`.
 """
 
 from __future__ import annotations

@@ -57,7 +57,8 @@ class ODBDataLoader:
         grouping: "global" groups over the samples of all ranks, which travel to the rank of their group; "local" has
             each rank group its own.
         mixes_lengths: With padded global grouping, give each step long and short groups, at 1-5 % more waiting.
-        join: Hand out every sample, ranks that run out idling; False stops all ranks when the first runs out.
+        join: Hand out every sample, ranks that run out idling. False stops all together once the first has handed out
+            its quota, all samples of its own (with global grouping: once there are fewer samples than ranks).
         buffer_size: Samples that a rank groups at a time; by default at least 256, and enough for 16 batches.
         buffer_bytes: Their size at most.
         collate_fn: Makes a batch of a list of samples; by default pads, or packs into one row.
@@ -86,7 +87,7 @@ class ODBDataLoader:
     Attributes:
         skipped: Index and reason of each sample dropped in this epoch on this rank.
         num_over_budget: Samples of this epoch and rank that were longer than the budget.
-        num_dropped: Samples of this rank not handed out in the last epoch, without `join`.
+        num_dropped: Samples that this rank had read, but not handed out, when its last epoch ended without `join`.
 
     Raises:
         ValueError: If an argument does not make sense; says which.

@@ -105,8 +105,14 @@ class ODBTrainerMixin:
         return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)  # type: ignore[misc]
 
     def compute_loss(self, model: Any, inputs: MutableMapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """As `Trainer.compute_loss`, scaled by the loader where Trainer does not average by tokens itself."""
+        """As `Trainer.compute_loss`, scaled by the loader where Trainer does not average by tokens itself.
+
+        Raises:
+            KeyError: If something took the loader's step info out of a training batch: its scale would be unknown.
+        """
         info = inputs.pop(ODB_STEP_INFO_KEY, None)
+        if info is None and model.training:
+            raise KeyError(f"`inputs` must carry {ODB_STEP_INFO_KEY!r}, but has only {sorted(inputs)} instead.")
         result = super().compute_loss(model, inputs, *args, **kwargs)  # type: ignore[misc]
         if info is None or self._odb_averages_by_itself():
             return result

@@ -44,6 +44,7 @@ def train_an_epoch(grouping: str) -> tuple[list[list[int]], list[float], int]:
 
 
 def test_zero2_trains_each_sample_once_and_exactly() -> None:
+    importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")  # here, so that forked ranks start quickly
     ranks = run_ranks(lambda: [train_an_epoch(grouping) for grouping in ("global", "local")], 2, timeout_s=150)
     for results in zip(*ranks, strict=True):
         samples = [seen for seen, *_ in results]

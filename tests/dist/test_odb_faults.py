@@ -123,10 +123,11 @@ def test_fewer_samples_than_ranks(num_samples: int) -> None:
     assert all((count == 0) == (scale == 0) for result in results for count, scale in result)
 
 
-def test_without_join_all_stop_together_and_say_what_was_left() -> None:
-    num_samples = [20, 60]
+def test_without_join_all_stop_together_at_the_quota_of_the_shortest_rank() -> None:
+    """The quota of an epoch is what the shortest rank has; a quota over epochs counts what all ranks took."""
+    num_samples, quota = [20, 60], 100
 
-    def work() -> tuple[list[int], int, int]:
+    def work() -> tuple[list[list[int]], list[int], int]:
         rank = dist.get_rank()
         start = sum(num_samples[:rank])
         loader = odb.ODBDataLoader(
@@ -137,13 +138,43 @@ def test_without_join_all_stop_together_and_say_what_was_left() -> None:
             join=False,
             sampler=range(start, start + num_samples[rank]),
         )
-        infos = [odb.pop_step_info(batch) for batch in loader]
-        return [info.num_samples for info in infos], loader.num_dropped, len(infos)
+        epochs, dropped, total, num_steps = [], [], 0, 0
+        while total < quota:
+            epochs.append([])
+            for batch in loader:
+                info = odb.pop_step_info(batch)
+                epochs[-1].append(info.num_samples)
+                total += info.all_samples_this_step
+                num_steps += 1
+                if total >= quota:
+                    break
+            else:
+                dropped.append(loader.num_dropped)
+        loader.close()
+        return epochs, dropped, num_steps
 
     results = run_ranks(work, 2)
     assert results[0][2] == results[1][2]
-    assert all(count > 0 for counts, _, _ in results for count in counts)
-    assert sum(results[0][0]) == 20
+    assert all(count > 0 for epochs, _, _ in results for counts in epochs for count in counts)
+    assert len(results[0][1]) >= 2
+    for whole in range(len(results[0][1])):
+        assert [sum(results[0][0][whole]), results[0][1][whole]] == [num_samples[0], 0]
+        assert sum(results[1][0][whole]) < num_samples[1]
+        assert results[1][1][whole] > 0
+
+
+def test_without_join_global_grouping_drops_less_than_a_step() -> None:
+    def work() -> tuple[list[int], int]:
+        loader = odb.ODBDataLoader(
+            Tokens(70), token_budget=300, buffer_size=16, join=False, sampler=range(dist.get_rank() * 7, 35)
+        )
+        return [odb.pop_step_info(batch).num_samples for batch in loader], loader.num_dropped
+
+    results = run_ranks(work, 3)
+    assert len({len(counts) for counts, _ in results}) == 1
+    assert all(count > 0 for counts, _ in results for count in counts)
+    assert sum(sum(counts) for counts, _ in results) + sum(left for _, left in results) == 35 + 28 + 21
+    assert sum(left for _, left in results) < 3
 
 
 def test_a_rank_that_is_late_but_alive_is_waited_for() -> None:

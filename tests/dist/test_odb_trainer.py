@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections import Counter
 from pathlib import Path
@@ -29,6 +30,14 @@ needs_accelerate = pytest.mark.skipif(accelerate is None, reason="accelerate is 
 needs_lightning = pytest.mark.skipif(lightning is None, reason="lightning is not installed")
 
 NUM_SAMPLES, PORT = 60, 29731
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _libraries_before_the_fork() -> None:
+    """Imported by the parent, so that no forked rank spends seconds on it."""
+    for name in ("transformers.trainer", "transformers.models.llama", "lightning", "torch.nn.parallel.distributed"):
+        if importlib.util.find_spec(name.partition(".")[0]) is not None:
+            importlib.import_module(name)
 
 
 class Recorder:
@@ -131,21 +140,27 @@ def in_rank(folder: Path) -> dict[str, str]:
 
 
 @needs_accelerate
-@pytest.mark.parametrize("accumulate", [1, 3])
-def test_trainer_trains_each_sample_once_and_exactly(accumulate: int, tmp_path: Path) -> None:
-    def work() -> tuple[list[list[int]], list[float]]:
-        trainer = make_trainer(tmp_path, accumulate=accumulate)
-        trainer.train()
-        return trainer.samples, weights(trainer)
+def test_trainer_trains_each_sample_once_and_exactly(tmp_path: Path) -> None:
+    accumulations = (1, 3)
 
-    results = run_ranks(work, 2, timeout_s=150, env=in_rank(tmp_path))
-    assert len(results[0][0]) == len(results[1][0])
-    assert Counter(i for samples, _ in results for ids in samples for i in ids) == Counter(
-        dict.fromkeys(range(NUM_SAMPLES), 2)
-    )
-    expected = reference(steps_of([samples for samples, _ in results], accumulate))
-    for _, found in results:
-        assert torch.allclose(torch.tensor(found), expected, atol=2e-5)
+    def work() -> list[tuple[list[list[int]], list[float]]]:
+        trained = []
+        for accumulate in accumulations:
+            trainer = make_trainer(tmp_path, accumulate=accumulate)
+            trainer.train()
+            trained.append((list(trainer.samples), weights(trainer)))
+        with pytest.raises(KeyError, match="must carry 'odb_step_info'"):
+            trainer.compute_loss(trainer.model.train(), dict(Recorder()([Tokens(1)[0]])))
+        return trained
+
+    ranks = run_ranks(work, 2, timeout_s=150, env=in_rank(tmp_path))
+    for accumulate, results in zip(accumulations, zip(*ranks, strict=True), strict=True):
+        assert len(results[0][0]) == len(results[1][0])
+        seen = Counter(i for samples, _ in results for ids in samples for i in ids)
+        assert seen == Counter(dict.fromkeys(range(NUM_SAMPLES), 2))
+        expected = reference(steps_of([samples for samples, _ in results], accumulate))
+        for _, found in results:
+            assert torch.allclose(torch.tensor(found), expected, atol=2e-5)
 
 
 @needs_accelerate

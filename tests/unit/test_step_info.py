@@ -87,6 +87,40 @@ def test_mappings_other_than_dict_carry_the_info_and_lists_do_not() -> None:
         put_step_info([1], infos_of([[6]])[0][0])
 
 
+def test_a_batch_encoding_of_transformers_carries_the_info() -> None:
+    transformers = pytest.importorskip("transformers")
+    samples = [{"input_ids": torch.arange(n), "labels": torch.arange(n)} for n in (5, 9, 7)]
+    loader = odb.ODBDataLoader(
+        samples, token_budget=20, collate_fn=lambda group: transformers.BatchEncoding(collate_padded(group))
+    )
+    seen = 0
+    for batch in loader:
+        assert type(batch) is transformers.BatchEncoding
+        assert odb.scale_loss(torch.tensor(2.0), batch).item() == pytest.approx(2)
+        batch = batch.to("cpu")
+        info = odb.pop_step_info(batch)
+        seen += info.num_samples
+        assert info.num_label_tokens == int((batch["labels"][:, 1:] != -100).sum())
+        assert set(batch) == {"input_ids", "labels", "attention_mask"}
+    assert seen == 3
+
+
+def test_keys_that_collate_drops_are_put_back_and_those_dropped_later_are_missed() -> None:
+    samples = [{"input_ids": torch.arange(n), "labels": torch.arange(n), "odb_step_info": n} for n in (5, 9)]
+    loader = odb.ODBDataLoader(
+        samples, token_budget=20, collate_fn=lambda group: {"input_ids": collate_padded(group)["input_ids"]}
+    )
+    batch = next(iter(loader))
+    assert odb.scale_loss(torch.tensor(2.0), dict(batch)).item() == pytest.approx(2)
+    only_inputs = {key: value for key, value in batch.items() if key == "input_ids"}
+    for take in (odb.pop_step_info, lambda batch: odb.scale_loss(torch.tensor(2.0), batch)):
+        with pytest.raises(KeyError, match="must carry 'odb_step_info'"):
+            take(dict(only_inputs))
+    one_missing = {key: value for key, value in batch.items() if key not in ("odb_step_info", odb.LOCAL_TOKENS_KEY)}
+    with pytest.raises(KeyError, match="must carry 'odb_step_info'"):
+        odb.pop_step_info(one_missing)
+
+
 @pytest.mark.parametrize(
     ("word", "mode"), [(None, "none"), (True, "exact"), ("token-exact", "exact"), ("Approx", "approx")]
 )
