@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import warnings
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +31,13 @@ def wrap_ddp(model: nn.Module) -> DistributedDataParallel:
     return DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None)
 
 
-def wrap_fsdp2(model: nn.Module, compute_dtype: torch.dtype | None = None) -> Any:
+def wrap_fsdp2(model: nn.Module, compute_dtype: torch.dtype | None = None, units: Sequence[nn.Module] = ()) -> Any:
     """FSDP2 over the default process group: the blocks of the encoders and of the LLM, then all that is left.
 
     Args:
         model: The model; it is sharded in place.
         compute_dtype: Of parameters in forward and backward, such as bfloat16; as they are if not given.
+        units: What is gathered on its own besides the blocks, such as whole encoders.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -44,7 +46,8 @@ def wrap_fsdp2(model: nn.Module, compute_dtype: torch.dtype | None = None) -> An
     device = next(model.parameters()).device
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32 if compute_dtype else None)
-    for module in [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]:
+    blocks = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    for module in (*blocks, *units):
         fully_shard(module, mesh=mesh, mp_policy=precision)
     return fully_shard(model, mesh=mesh, mp_policy=precision)
 
@@ -63,9 +66,17 @@ def prepare_deepspeed() -> Any:
 
 
 def wrap_zero(
-    model: nn.Module, optimizer: torch.optim.Optimizer, accumulate: int, clip: float = 0.0, stage: int = 2
+    model: nn.Module, optimizer: torch.optim.Optimizer, accumulate: int, clip: float = 0.0, **zero: Any
 ) -> Any:
-    """A DeepSpeed ZeRO engine of stage 1, 2 or 3 over the default process group."""
+    """A DeepSpeed ZeRO engine over the default process group.
+
+    Args:
+        model: The model.
+        optimizer: Over what is trained.
+        accumulate: K, micro-steps of an optimizer step.
+        clip: The largest norm of a gradient; 0 for any.
+        **zero: Options of "zero_optimization" in DeepSpeed's configuration, such as `stage`, which is 2 if not given.
+    """
     deepspeed = prepare_deepspeed()
     dtype = next(model.parameters()).dtype
     config = {
@@ -73,7 +84,7 @@ def wrap_zero(
         "gradient_accumulation_steps": accumulate,
         "gradient_clipping": clip,
         "bf16": {"enabled": dtype == torch.bfloat16},
-        "zero_optimization": {"stage": stage, "overlap_comm": torch.cuda.is_available()},
+        "zero_optimization": {"stage": 2, "overlap_comm": torch.cuda.is_available(), **zero},
         "zero_allow_untested_optimizer": True,
     }
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)
@@ -145,12 +156,12 @@ class Fsdp2Engine(Engine):
     A model in bfloat16 is kept in float32 and computes in bfloat16.
     """
 
-    def __init__(self, model: nn.Module, lr: float) -> None:
+    def __init__(self, model: nn.Module, lr: float, units: Sequence[nn.Module] = ()) -> None:
         compute_dtype = next(model.parameters()).dtype
         if compute_dtype == torch.bfloat16:
             for parameter in model.parameters():
                 parameter.data = parameter.data.float()
-        self.module = wrap_fsdp2(model, compute_dtype if compute_dtype == torch.bfloat16 else None)
+        self.module = wrap_fsdp2(model, compute_dtype if compute_dtype == torch.bfloat16 else None, units)
         self._optimizer = make_optimizer(model, lr)
 
     def forward_backward(self, batch: dict[str, Any], is_last: bool) -> torch.Tensor:
@@ -186,8 +197,8 @@ class Fsdp2Engine(Engine):
 class ZeroEngine(Engine):
     """DeepSpeed ZeRO, which knows by itself (from orch) when a step ends."""
 
-    def __init__(self, model: nn.Module, lr: float, accumulate: int, stage: int) -> None:
-        self.module = wrap_zero(model, make_optimizer(model, lr), accumulate, stage=stage)
+    def __init__(self, model: nn.Module, lr: float, accumulate: int, **zero: Any) -> None:
+        self.module = wrap_zero(model, make_optimizer(model, lr), accumulate, **zero)
 
     def forward_backward(self, batch: dict[str, Any], is_last: bool) -> torch.Tensor:
         """The loss of one micro-step, its gradients added up; `is_last` if the optimizer steps afterwards."""
@@ -210,10 +221,10 @@ class ZeroEngine(Engine):
         self.module.load_checkpoint(str(folder))
 
 
-def wrap_engine(name: str, model: nn.Module, lr: float, accumulate: int) -> Engine:
-    """The engine of that name, one of `ENGINES`, around a model."""
+def wrap_engine(name: str, model: nn.Module, lr: float, accumulate: int, **options: Any) -> Engine:
+    """The engine of that name, one of `ENGINES`, around a model; it may have options of its own."""
     if name == "ddp":
         return DdpEngine(model, lr)
     if name == "fsdp2":
-        return Fsdp2Engine(model, lr)
-    return ZeroEngine(model, lr, accumulate, stage=int(name.removeprefix("zero")))
+        return Fsdp2Engine(model, lr, **options)
+    return ZeroEngine(model, lr, accumulate, stage=int(name.removeprefix("zero")), **options)
