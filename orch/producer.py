@@ -212,6 +212,6 @@ class StepProducer:
         if differing:
             raise ValueError(
                 f"`orch.orchestrate` must be set up alike on all ranks, but ranks {differing} differ from rank 0 "
-                "instead, in version, stages, topology, balance, caps, accumulation or exchange; "
+                "instead, in version, stages, trained parts, topology, balance, caps, accumulation, exchange; "
                 f"rank {self._setup.rank} has {self._setup.describe()}."
             )

@@ -80,9 +80,14 @@ class Setup:
     def describe(self) -> str:
         """All that ranks must agree on before a step, in words."""
         return (
-            f"orch {__version__}, stages {list(self.stages)}, {self.topology}, {self.config}, "
+            f"orch {__version__}, stages {self._trained()}, {self.topology}, {self.config}, "
             f"accumulate={self.accumulate}, exchange={self.exchange_method!r}"
         )
+
+    def _trained(self) -> dict[str, int]:
+        """How many tensors of each stage are trained; where none is, its rows have no way back."""
+        parameters = {name: stage.encoder.parameters() for name, stage in self.stages.items()}
+        return {name: sum(p.requires_grad for p in of_stage) for name, of_stage in parameters.items()}
 
     def fingerprint(self) -> int:
         """A 63-bit hash of `describe()`."""

@@ -20,6 +20,11 @@ Item = dict[str, torch.Tensor]
 EncoderT = TypeVar("EncoderT", bound=nn.Module)
 
 _ATTRIBUTE = "_orch_stage"
+# Under these names wrappers hold a module; the model calls the wrapper, while orch runs the encoder itself.
+_WRAPPERS = {
+    "_checkpoint_wrapped_module": "have its blocks checkpointed",
+    "_orig_mod": "be compiled in place, by `encoder.compile()`",
+}
 
 
 @runtime_checkable
@@ -209,12 +214,14 @@ def stages_in(model: nn.Module) -> dict[str, Stage]:
     """The stages of a model by name, in the order in which its modules are registered: the order in which they run.
 
     Raises:
-        ValueError: If two stages bear one name.
+        ValueError: If two stages bear one name, or a stage is wrapped by what would see only the model's calls of it.
     """
     found: dict[str, Stage] = {}
-    for module in model.modules():
+    for path, module in model.named_modules():
         if _ATTRIBUTE in module.__dict__:
             instrument = stage_of(module)
+            if must := _WRAPPERS.get(path.rpartition(".")[2]):
+                raise ValueError(f"`encoder` of stage {instrument.name!r} must {must}, but is wrapped whole instead.")
             if instrument.name in found:
                 raise ValueError(f"`name` of a stage must be unique, but two stages are {instrument.name!r} instead.")
             found[instrument.name] = instrument

@@ -165,7 +165,8 @@ FAST = [
 COMPILED = [Case("compiled encoders")]
 GRID = [
     Case(mode, dtype, accumulate, all_sharded)
-    for mode in set(MODES) - {"compiled encoders"}
+    for mode in MODES
+    if mode != "compiled encoders"
     for dtype in (torch.float32, torch.bfloat16)
     for accumulate in (1, ACCUMULATE)
     for all_sharded in (True, False)
@@ -181,7 +182,7 @@ def test_gradients(engine, references):
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("cases", [GRID, COMPILED], ids=["grid", "compiled"])
 def test_gradients_of_every_case(engine, cases, references):
-    check(engine, cases, references)
+    check(engine, [case for case in cases if case.all_sharded or engine in ("fsdp2", "zero3")], references)
 
 
 class Run:

@@ -1,10 +1,13 @@
 """The orchestrated loader among ranks: collectives, several loaders, early ends, uneven ends, agreement."""
 
+from itertools import chain
+
 import pytest
 import torch
 import torch.distributed as dist
 
 import orch
+from orch import odb
 from orch.comm.collective_log import CollectiveLog
 from orch.comm.topology import Topology
 from tests.omni import make_sample, small_model
@@ -138,6 +141,60 @@ def test_a_loader_without_any_sample_yields_nothing():
         return list(orch.orchestrate(Groups([]), model, timeout_s=30))
 
     assert run_ranks(run, 2) == [[], []]
+
+
+def test_the_state_is_that_of_the_step_taken_not_of_the_batches_ahead():
+    def run():
+        samples = list(chain(*(samples_of_rank(small_model().config, i) for i in range(8))))
+        model = small_model(torch.float32)
+
+        def anew():
+            groups = odb.ODBDataLoader(samples, token_budget=40, layout="packed")
+            return orch.orchestrate(groups, model, accumulate=2, prefetch=3, timeout_s=30)
+
+        loader, seen, states, refused = anew(), [], [], 0
+        for batch in loader:
+            seen.append(batch["orch"])
+            if loader.sync_gradients:
+                states.append((len(seen), loader.state_dict()))
+            else:
+                with pytest.raises(RuntimeError, match="where an optimizer step ends"):
+                    loader.state_dict()
+                refused += 1
+        for place, state in states[:: max(1, len(states) // 3)]:
+            resumed = anew()
+            resumed.load_state_dict(state)
+            rest = [(m.step, m.index, m.samples) for m in (batch["orch"] for batch in resumed)]
+            assert rest == [(m.step, m.index, m.samples) for m in seen[place:]]
+        return len(states), refused
+
+    for num_steps, refused in run_ranks(run, 2):
+        assert num_steps >= 4
+        assert refused >= num_steps - 1
+
+
+def test_a_loader_without_a_state_says_so():
+    def run():
+        _, _, _, loader = make()
+        list(loader)
+        with pytest.raises(TypeError, match="`loader` must have `state_dict` to be resumed, but Groups has none"):
+            loader.state_dict()
+        with pytest.raises(ValueError, match="`version` of a state must be 1, but is None"):
+            loader.load_state_dict({})
+
+    run_ranks(run, 2)
+
+
+def test_ranks_that_train_different_parts_are_refused():
+    def run():
+        rank = dist.get_rank()
+        model = small_model(torch.float32)
+        model.model.visual.requires_grad_(rank == 0)
+        loader = orch.orchestrate(Groups([samples_of_rank(model.config, rank)]), model, timeout_s=30)
+        with pytest.raises(ValueError, match=r"ranks \[1\] differ from rank 0 instead, in .* trained parts"):
+            list(loader)
+
+    run_ranks(run, 2)
 
 
 def test_two_runs_are_bit_identical():

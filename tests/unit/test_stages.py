@@ -4,9 +4,11 @@ import copy
 import io
 import pickle
 
+import own_encoder
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import orch
 from orch.encoders.registry import adapter_for
@@ -101,6 +103,44 @@ def test_what_cannot_be_a_stage_is_refused(staged):
         orch.stage(nn.Linear(2, 2), "linear")
     with pytest.raises(ValueError, match=r"`adapter` must have .*'split'"):
         orch.stage(nn.Linear(2, 2), "linear", adapter=object())
+
+
+def test_a_wrapped_stage_is_refused():
+    model = small_model(torch.float32)
+    model.model.visual = checkpoint_wrapper(model.model.visual)
+    with pytest.raises(ValueError, match="stage 'vision' must have its blocks checkpointed, but is wrapped whole"):
+        stages_in(model)
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
+def test_a_compiled_encoder_computes_compiled_and_serves_as_ever(before):
+    compiled = []
+
+    def backend(graph, inputs):
+        compiled.append(graph)
+        return graph
+
+    model = own_encoder.Captioner()
+    if before:
+        model.encoder.compile(backend=backend)
+    orch.stage(model.encoder, "vision", own_encoder.PatchAdapter())
+    if not before:
+        model.encoder.compile(backend=backend)
+    twin = copy.deepcopy(model)
+    samples = [own_encoder.make_sample([3, 5]), own_encoder.make_sample([2])]
+    losses = [model(**batch).loss.item() for batch in orch.orchestrate([samples], model, prefetch=0)]
+    assert len(compiled) == 1
+    (batch,) = orch.orchestrate([samples], twin, prefetch=0)
+    assert losses == [pytest.approx(twin(**batch).loss.item())]
+
+
+def test_hooks_of_an_encoder_run_where_it_computes_not_where_it_serves():
+    model, entered = own_encoder.Captioner(), []
+    orch.stage(model.encoder, "vision", own_encoder.PatchAdapter())
+    model.encoder.register_forward_pre_hook(lambda module, args, kwargs: entered.append(1), with_kwargs=True)
+    for batch in orch.orchestrate([[own_encoder.make_sample([3])], [own_encoder.make_sample([])]], model, prefetch=0):
+        model(**batch)
+    assert len(entered) == 2
 
 
 def test_two_stages_of_one_name_are_refused():
