@@ -1,9 +1,8 @@
-"""The loader over several ranks: equal counts, every sample once, failures that stop all and name the culprit."""
+"""The loader over several ranks: equal counts, every sample once, the gradients of one process."""
 
 from __future__ import annotations
 
-import os
-import signal
+import itertools
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -15,8 +14,7 @@ import torch.distributed as dist
 from torch.utils.data import Dataset, IterableDataset
 
 from orch import odb
-from orch.comm.gather import RankFailedError
-from tests.ranks import RankOutcome, run_ranks
+from tests.ranks import run_ranks
 
 
 class Tokens(Dataset):
@@ -49,20 +47,22 @@ def check_epoch(groups_of_rank: list[list[list[int]]], num_samples: int) -> None
     assert seen == Counter(range(num_samples))
 
 
-@pytest.mark.parametrize("layout", ["packed", "padded"])
-@pytest.mark.parametrize(("num_ranks", "num_samples", "num_workers"), [(2, 205, 0), (3, 200, 2), (4, 3, 0), (2, 0, 0)])
-def test_every_sample_once_and_equal_counts(layout: str, num_ranks: int, num_samples: int, num_workers: int) -> None:
-    def work() -> list[list[list[int]]]:
+@pytest.mark.parametrize(("num_ranks", "cases"), [(2, [(205, 0), (0, 0)]), (3, [(200, 2)]), (4, [(3, 0)])])
+def test_every_sample_once_and_equal_counts(num_ranks: int, cases: list[tuple[int, int]]) -> None:
+    """Cases of samples and workers, in both layouts, for two epochs."""
+    cases_of_layouts = [(layout, *case) for layout in ("packed", "padded") for case in cases]
+
+    def read(layout: str, num_samples: int, num_workers: int) -> list[list[list[int]]]:
         loader = odb.ODBDataLoader(
             Tokens(num_samples), token_budget=400, layout=layout, shuffle=True, num_workers=num_workers, buffer_size=32
         )
         return [read_groups(loader) for _ in range(2)]
 
-    results = run_ranks(work, num_ranks)
-    for epoch in range(2):
-        check_epoch([result[epoch] for result in results], num_samples)
-    if num_samples > 100:
-        assert results[0][0] != results[0][1]
+    ranks = run_ranks(lambda: [read(*case) for case in cases_of_layouts], num_ranks)
+    for (_, num_samples, _), results in zip(cases_of_layouts, zip(*ranks, strict=True), strict=True):
+        for epoch in range(2):
+            check_epoch([result[epoch] for result in results], num_samples)
+        assert num_samples < 100 or results[0][0] != results[0][1]
 
 
 def test_groups_keep_the_budget_and_do_not_depend_on_arrival() -> None:
@@ -87,11 +87,10 @@ def test_groups_keep_the_budget_and_do_not_depend_on_arrival() -> None:
         assert longest <= 400
 
 
-@pytest.mark.parametrize("grouping", ["local", "global"])
-def test_uneven_shards_end_together(grouping: str) -> None:
+def test_uneven_shards_end_together() -> None:
     num_samples = [67, 104, 0]
 
-    def work() -> tuple[list[int], list[float], list[int], int]:
+    def read(grouping: str) -> tuple[list[int], list[float], list[int], int]:
         rank = dist.get_rank()
         start = sum(num_samples[:rank])
         loader = odb.ODBDataLoader(
@@ -111,61 +110,61 @@ def test_uneven_shards_end_together(grouping: str) -> None:
                 seen += [int(row[0]) for row in batch["input_ids"]]
         return seen, scales, shapes, totals
 
-    results = run_ranks(work, 3)
-    assert sorted(i for result in results for i in result[0]) == list(range(171))
-    assert {len(result[1]) for result in results} == {len(results[0][1])}
-    assert {result[3] for result in results} == {171}
-    if grouping == "local":  # the rank without samples runs a lent one, which does not count
-        assert set(results[2][1]) == {0.0}
-        assert set(results[2][2]) == {1}
-    else:
-        assert all(scale > 0 for result in results for scale in result[1])
+    local, together = zip(*run_ranks(lambda: (read("local"), read("global")), 3), strict=True)
+    for results in (local, together):
+        assert sorted(i for result in results for i in result[0]) == list(range(171))
+        assert {len(result[1]) for result in results} == {len(results[0][1])}
+        assert {result[3] for result in results} == {171}
+    assert set(local[2][1]) == {0.0}, "the rank without samples runs a lent one, which does not count"
+    assert set(local[2][2]) == {1}
+    assert all(scale > 0 for result in together for scale in result[1])
 
 
-@pytest.mark.parametrize("grouping", ["local", "global"])
-@pytest.mark.parametrize("accumulation_steps", [1, 3])
-def test_gradients_equal_one_process(accumulation_steps: int, grouping: str) -> None:
-    """A linear model over label tokens: averaged over ranks and added over micro-steps, as DDP does."""
+def loss_of(batch: dict[str, torch.Tensor], weight: torch.Tensor) -> torch.Tensor:
+    """A model's mean loss over label tokens."""
+    mask = batch["labels"] != -100
+    values = torch.sin(batch["input_ids"].double() * weight[0] + batch["labels"].double() * weight[1])
+    return (values * mask).sum() / mask.sum()
 
-    def loss_of(batch: dict[str, torch.Tensor], weight: torch.Tensor) -> torch.Tensor:
-        mask = batch["labels"] != -100
-        values = torch.sin(batch["input_ids"].double() * weight[0] + batch["labels"].double() * weight[1])
-        return (values * mask).sum() / mask.sum()
 
-    def work() -> list[tuple[list[int], torch.Tensor]]:
-        steps, ids, gradient = [], [], torch.zeros(2, dtype=torch.float64)
-        loader = odb.ODBDataLoader(
-            Tokens(131),
-            token_budget=400,
-            buffer_size=16,
-            shuffle=True,
-            accumulation_steps=accumulation_steps,
-            grouping=grouping,
-        )
-        for batch in loader:
-            info = odb.pop_step_info(batch)
-            weight = torch.tensor([0.3, 0.7], dtype=torch.float64, requires_grad=True)
-            (loss_of(batch, weight) * info.loss_scale).backward()
-            gradient += weight.grad / dist.get_world_size()
-            if not info.is_idle:
-                ids += [int(row[0]) for row in batch["input_ids"]]
-            if info.is_last_micro_step:
-                dist.all_reduce(gradient)
-                steps.append((ids, gradient))
-                ids, gradient = [], torch.zeros(2, dtype=torch.float64)
-        assert not ids
-        return steps
-
-    results = run_ranks(work, 3)
-    assert sum(len(step[0]) for result in results for step in result) == 131
-    for step in range(len(results[0])):
-        samples = [Tokens(131)[i] for result in results for i in result[step][0]]
+def gradients_of_steps(accumulation_steps: int, grouping: str) -> list[tuple[list[int], torch.Tensor]]:
+    """This rank's samples of each optimizer step, and its gradient: averaged over ranks, added over micro-steps."""
+    steps, ids, gradient = [], [], torch.zeros(2, dtype=torch.float64)
+    loader = odb.ODBDataLoader(
+        Tokens(131),
+        token_budget=400,
+        buffer_size=16,
+        shuffle=True,
+        accumulation_steps=accumulation_steps,
+        grouping=grouping,
+    )
+    for batch in loader:
+        info = odb.pop_step_info(batch)
         weight = torch.tensor([0.3, 0.7], dtype=torch.float64, requires_grad=True)
-        count = sum(int((sample["labels"] != -100).sum()) for sample in samples)
-        for sample in samples:
-            share = int((sample["labels"] != -100).sum()) / count
-            (loss_of(sample, weight) * share).backward()
-        assert torch.allclose(weight.grad, results[0][step][1], rtol=1e-12, atol=1e-12)
+        (loss_of(batch, weight) * info.loss_scale).backward()
+        gradient += weight.grad / dist.get_world_size()
+        if not info.is_idle:
+            ids += [int(row[0]) for row in batch["input_ids"]]
+        if info.is_last_micro_step:
+            dist.all_reduce(gradient)
+            steps.append((ids, gradient))
+            ids, gradient = [], torch.zeros(2, dtype=torch.float64)
+    assert not ids
+    return steps
+
+
+def test_gradients_equal_one_process() -> None:
+    cases = list(itertools.product([1, 3], ["local", "global"]))
+    for results in zip(*run_ranks(lambda: [gradients_of_steps(*case) for case in cases], 3), strict=True):
+        assert sum(len(step[0]) for result in results for step in result) == 131
+        for step in range(len(results[0])):
+            samples = [Tokens(131)[i] for result in results for i in result[step][0]]
+            weight = torch.tensor([0.3, 0.7], dtype=torch.float64, requires_grad=True)
+            count = sum(int((sample["labels"] != -100).sum()) for sample in samples)
+            for sample in samples:
+                share = int((sample["labels"] != -100).sum()) / count
+                (loss_of(sample, weight) * share).backward()
+            assert torch.allclose(weight.grad, results[0][step][1], rtol=1e-12, atol=1e-12)
 
 
 def test_a_loader_runs_beside_collectives_of_the_training_thread() -> None:
@@ -307,97 +306,3 @@ def test_large_samples_are_read_ahead_in_small_chunks_and_fill_a_small_window() 
     held = loader._position.held
     assert len(held) <= 10
     groups.close()
-
-
-def failing_epoch(make_loader: Any, face: str) -> None:
-    loader = make_loader()
-    for batch in loader.groups() if face == "groups" else loader:
-        dist.all_reduce(torch.ones(1))
-        assert batch is not None
-
-
-def check_failure(outcomes: list[RankOutcome], culprit: int, words: list[str]) -> None:
-    """The culprit ends with its own error, all others with one that names it, and nobody hangs."""
-    assert not any(outcome.hung for outcome in outcomes)
-    for outcome in outcomes:
-        assert outcome.failed
-        last = outcome.traceback
-        assert (f"rank {culprit}" if outcome.rank == culprit else f"Rank {culprit} failed") in last, last
-        assert all(word in last for word in words), last
-        assert (RankFailedError.__name__ in last) == (outcome.rank != culprit)
-
-
-@pytest.mark.parametrize("face", ["groups", "batches"])
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_an_exception_of_the_data_set_stops_all_ranks(face: str, num_workers: int) -> None:
-    class Broken(Tokens):
-        def __getitem__(self, index: int) -> dict[str, Any]:
-            if index == 151:
-                raise KeyError("no such picture")
-            return super().__getitem__(index)
-
-    outcomes = run_ranks(
-        failing_epoch,
-        3,
-        lambda: odb.ODBDataLoader(Broken(300), token_budget=300, buffer_size=16, num_workers=num_workers),
-        face,
-        expect_failure=True,
-    )
-    check_failure(outcomes, 151 % 3, ["Sample 151", "no such picture", "KeyError"])
-
-
-def test_a_sample_without_length_stops_all_ranks() -> None:
-    outcomes = run_ranks(
-        failing_epoch,
-        2,
-        lambda: odb.ODBDataLoader(Tokens(90), token_budget=300, length_fn=lambda s: int(s["input_ids"][0]) - 45),
-        "groups",
-        expect_failure=True,
-    )
-    assert not any(outcome.hung for outcome in outcomes)
-    assert "Sample 0 on rank 0: The length of a sample must be at least 1, but is -45 instead." in outcomes[0].traceback
-
-
-def test_an_exception_of_collate_stops_all_ranks() -> None:
-    def collate(samples: list[dict[str, Any]]) -> dict[str, Any]:
-        if any(int(sample["input_ids"][0]) == 77 for sample in samples):
-            raise ZeroDivisionError("cannot join these")
-        return {"n": len(samples)}
-
-    outcomes = run_ranks(
-        failing_epoch,
-        2,
-        lambda: odb.ODBDataLoader(Tokens(200), token_budget=300, buffer_size=16, collate_fn=collate),
-        "batches",
-        expect_failure=True,
-    )
-    check_failure(outcomes, 77 % 2, ["`collate_fn` of samples", "77", "cannot join these", "ZeroDivisionError"])
-
-
-def test_a_batch_that_takes_no_keys_is_an_error() -> None:
-    outcomes = run_ranks(
-        failing_epoch,
-        2,
-        lambda: odb.ODBDataLoader(Tokens(200), token_budget=300, buffer_size=16, collate_fn=list),
-        "batches",
-        expect_failure=True,
-    )
-    assert all("`collate_fn` must return a dict" in outcome.traceback for outcome in outcomes)
-    assert not any(outcome.hung for outcome in outcomes)
-
-
-def test_a_killed_worker_stops_all_ranks() -> None:
-    class Killing(Tokens):
-        def __getitem__(self, index: int) -> dict[str, Any]:
-            if index == 101:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return super().__getitem__(index)
-
-    outcomes = run_ranks(
-        failing_epoch,
-        2,
-        lambda: odb.ODBDataLoader(Killing(300), token_budget=300, buffer_size=16, num_workers=1),
-        "batches",
-        expect_failure=True,
-    )
-    check_failure(outcomes, 1, ["Worker 0 ended with exit code -9 while reading sample 101"])

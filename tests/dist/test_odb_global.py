@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -51,10 +50,10 @@ def read_batches(loader: odb.ODBDataLoader, num_batches: int | None = None) -> l
     return groups
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("layout", ["packed", "padded"])
-def test_samples_arrive_as_they_were(layout: str, num_workers: int) -> None:
-    def work() -> list[tuple[int, bool, Any]]:
+def test_samples_arrive_as_they_were() -> None:
+    cases = [("packed", 0), ("packed", 2), ("padded", 0), ("padded", 2)]
+
+    def read(layout: str, num_workers: int) -> list[tuple[int, bool, Any]]:
         loader = odb.ODBDataLoader(
             Rich(200),
             token_budget=500,
@@ -65,18 +64,15 @@ def test_samples_arrive_as_they_were(layout: str, num_workers: int) -> None:
             num_workers=num_workers,
         )
         mine = set(loader.order.indices(0))
-        seen = []
-        for batch in loader:
-            for sample in batch["samples"]:
-                index = int(sample["input_ids"][0])
-                seen.append((index, index in mine, describe(sample)))
-        return seen
+        samples = [sample for batch in loader for sample in batch["samples"]]
+        indices = [int(sample["input_ids"][0]) for sample in samples]
+        return [(i, i in mine, describe(sample)) for i, sample in zip(indices, samples, strict=True)]
 
-    results = run_ranks(work, 3)
-    seen = [entry for result in results for entry in result]
-    assert Counter(index for index, _, _ in seen) == Counter(range(200))
-    assert not all(at_home for _, at_home, _ in seen)
-    assert all(content == describe(Rich(200)[index]) for index, _, content in seen)
+    for results in zip(*run_ranks(lambda: [read(*case) for case in cases], 3), strict=True):
+        seen = [entry for result in results for entry in result]
+        assert Counter(index for index, _, _ in seen) == Counter(range(200))
+        assert not all(at_home for _, at_home, _ in seen)
+        assert all(content == describe(Rich(200)[index]) for index, _, content in seen)
 
 
 def test_packed_groups_leave_most_samples_at_home() -> None:
@@ -168,20 +164,21 @@ def test_an_epoch_survives_any_number_of_interruptions(grouping: str) -> None:
 
 
 def test_a_state_is_refused_elsewhere() -> None:
-    def save() -> dict[str, Any]:
+    def load(state: dict[str, Any], match: str) -> None:
+        with pytest.raises(ValueError, match=match):
+            make("global").load_state_dict(state)
+
+    def save_and_load() -> dict[str, Any]:
         loader = make("global")
         read_batches(loader, 3)
-        return loader.state_dict()
+        state = loader.state_dict()
+        loader.close()
+        load({**state, "rank": 1 - state["rank"]}, "`rank` of a saved state")
+        load({**state, "num_samples": 7}, "`num_samples` of a saved state")
+        return state
 
-    states = run_ranks(save, 2)
-
-    def load(change: Callable[[dict[str, Any]], dict[str, Any]], match: str) -> None:
-        with pytest.raises(ValueError, match=match):
-            make("global").load_state_dict(change(states[dist.get_rank() % 2]))
-
-    run_ranks(load, 3, dict, "`num_ranks` of a saved state must be 3")
-    run_ranks(load, 2, lambda state: {**state, "rank": 1 - state["rank"]}, "`rank` of a saved state")
-    run_ranks(load, 2, lambda state: {**state, "num_samples": 7}, "`num_samples` of a saved state")
+    states = run_ranks(save_and_load, 2)
+    run_ranks(lambda: load(states[dist.get_rank() % 2], "`num_ranks` of a saved state must be 3"), 3)
 
 
 def test_a_state_is_refused_for_a_stream() -> None:
