@@ -273,6 +273,8 @@ def _process_group(rank: int, num_ranks: int, setup: _Setup) -> Iterator[None]:
     )
     dist.barrier()  # a rank that is done at once must not leave while others still connect to it
     yield
+    if not setup.catch_stderr:
+        dist.barrier()  # nor while they still make a group with it
     dist.destroy_process_group()
 
 
