@@ -262,27 +262,6 @@ def test_iterable_data_sets_are_divided_among_ranks_and_workers(shard_stream: bo
         check_epoch([result[epoch] for result in results], 101)
 
 
-class Counting(IterableDataset):
-    """A stream whose samples say which epoch it is."""
-
-    epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        return ({"input_ids": torch.full((9,), self.epoch)} for _ in range(30))
-
-
-@pytest.mark.parametrize("persistent_workers", [True, False])
-def test_a_stream_is_told_the_epoch(persistent_workers: bool) -> None:
-    loader = odb.ODBDataLoader(Counting(), token_budget=100, num_workers=1, persistent_workers=persistent_workers)
-    for epoch in (0, 1, 7):
-        if epoch == 7:
-            loader.set_epoch(7)
-        assert {i for group in read_groups(loader) for i in group} == {epoch}
-
-
 def test_a_loader_of_one_rank_alone_needs_no_other() -> None:
     def work() -> int:
         if dist.get_rank() == 1:
@@ -291,18 +270,3 @@ def test_a_loader_of_one_rank_alone_needs_no_other() -> None:
         return sum(odb.pop_step_info(batch).num_samples for batch in loader)
 
     assert run_ranks(work, 2) == [50, 0]
-
-
-def test_large_samples_are_read_ahead_in_small_chunks_and_fill_a_small_window() -> None:
-    class Pictures(Tokens):
-        def __getitem__(self, index: int) -> dict[str, Any]:
-            return {**super().__getitem__(index), "pixels": torch.zeros(100_000, dtype=torch.uint8)}
-
-    loader = odb.ODBDataLoader(Pictures(80), token_budget=300, num_workers=1, buffer_bytes=1_000_000)
-    groups = loader.groups()
-    next(groups)
-    assert loader._feed.sampler is not None
-    assert loader._feed.sampler.chunk_size == 2
-    held = loader._position.held
-    assert len(held) <= 10
-    groups.close()

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -301,56 +300,3 @@ def test_the_memory_of_two_million_samples_is_flat(shuffle: bool) -> None:
 
     (before, after), *_ = run_ranks(work, 1, timeout_s=120)
     assert after - before < 40 * 1024, "kilobytes"
-
-
-def test_spawned_workers_and_pinned_memory() -> None:
-    loader = odb.ODBDataLoader(
-        Tokens(60),
-        token_budget=500,
-        num_workers=1,
-        multiprocessing_context="spawn",
-        pin_memory=True,
-        prefetch_factor=64,
-    )
-    seen = Counter(int(row[0]) for batch in loader for row in batch["input_ids"])
-    assert seen == Counter(range(60))
-
-
-def test_samples_over_budget_go_alone_with_one_warning() -> None:
-    loader = odb.ODBDataLoader(Tokens(60), token_budget=80)
-    longer = sum(len(Tokens(60)[i]["input_ids"]) > 80 for i in range(60))
-    with pytest.warns(UserWarning, match=f"{longer} samples of this epoch were longer than the token budget") as caught:
-        sizes = [odb.pop_step_info(batch).num_samples for batch in loader if batch["input_ids"].numel() > 80]
-    assert sizes == [1] * longer
-    assert len(caught) == 1
-
-
-def test_the_length_of_a_loader_is_near_before_and_exact_after_an_epoch() -> None:
-    loader = odb.ODBDataLoader(Tokens(1000), token_budget=800)
-    estimate = len(loader)
-    exact = sum(1 for _ in loader)
-    assert abs(estimate - exact) < 0.3 * exact
-    assert len(loader) == exact
-    with pytest.raises(TypeError, match="no length"):
-        len(odb.ODBDataLoader(iter([]), token_budget=10))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "match"),
-    [
-        ({"token_budget": 0}, "max_tokens"),
-        ({"buffer_size": 0}, "num_samples"),
-        ({"batch_size": 4}, "batch_size"),
-        ({"drop_last": True}, "drop_last"),
-        ({"grouping": "none"}, "grouping"),
-        ({"loss_scaling": "mean"}, "loss_scaling"),
-        ({"rank": 1}, "together"),
-        ({"rank": 1, "world_size": 4}, "0 of 1"),
-        ({"shuffle": True, "sampler": range(3)}, "shuffle"),
-        ({"over_length": "cut"}, "over_length"),
-        ({"accumulation_steps": 0}, "accumulation_steps"),
-    ],
-)
-def test_arguments_that_make_no_sense_are_refused(arguments: dict[str, Any], match: str) -> None:
-    with pytest.raises(ValueError, match=match):
-        odb.ODBDataLoader(Tokens(10), **{"token_budget": 100, **arguments})

@@ -1,0 +1,103 @@
+"""The loader on one rank."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import IterableDataset
+
+from orch import odb
+from tests.dist.test_odb import Tokens, read_groups
+
+
+class Counting(IterableDataset):
+    """A stream whose samples say which epoch it is."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return ({"input_ids": torch.full((9,), self.epoch)} for _ in range(30))
+
+
+@pytest.mark.parametrize("persistent_workers", [True, False])
+def test_a_stream_is_told_the_epoch(persistent_workers: bool) -> None:
+    loader = odb.ODBDataLoader(Counting(), token_budget=100, num_workers=1, persistent_workers=persistent_workers)
+    for epoch in (0, 1, 7):
+        if epoch == 7:
+            loader.set_epoch(7)
+        assert {i for group in read_groups(loader) for i in group} == {epoch}
+
+
+def test_large_samples_are_read_ahead_in_small_chunks_and_fill_a_small_window() -> None:
+    class Pictures(Tokens):
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            return {**super().__getitem__(index), "pixels": torch.zeros(100_000, dtype=torch.uint8)}
+
+    loader = odb.ODBDataLoader(Pictures(80), token_budget=300, num_workers=1, buffer_bytes=1_000_000)
+    groups = loader.groups()
+    next(groups)
+    assert loader._feed.sampler is not None
+    assert loader._feed.sampler.chunk_size == 2
+    held = loader._position.held
+    assert len(held) <= 10
+    groups.close()
+
+
+def test_spawned_workers_and_pinned_memory() -> None:
+    loader = odb.ODBDataLoader(
+        Tokens(60),
+        token_budget=500,
+        num_workers=1,
+        multiprocessing_context="spawn",
+        pin_memory=True,
+        prefetch_factor=64,
+    )
+    seen = Counter(int(row[0]) for batch in loader for row in batch["input_ids"])
+    assert seen == Counter(range(60))
+
+
+def test_samples_over_budget_go_alone_with_one_warning() -> None:
+    loader = odb.ODBDataLoader(Tokens(60), token_budget=80)
+    longer = sum(len(Tokens(60)[i]["input_ids"]) > 80 for i in range(60))
+    with pytest.warns(UserWarning, match=f"{longer} samples of this epoch were longer than the token budget") as caught:
+        sizes = [odb.pop_step_info(batch).num_samples for batch in loader if batch["input_ids"].numel() > 80]
+    assert sizes == [1] * longer
+    assert len(caught) == 1
+
+
+def test_the_length_of_a_loader_is_near_before_and_exact_after_an_epoch() -> None:
+    loader = odb.ODBDataLoader(Tokens(1000), token_budget=800)
+    estimate = len(loader)
+    exact = sum(1 for _ in loader)
+    assert abs(estimate - exact) < 0.3 * exact
+    assert len(loader) == exact
+    with pytest.raises(TypeError, match="no length"):
+        len(odb.ODBDataLoader(iter([]), token_budget=10))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({"token_budget": 0}, "max_tokens"),
+        ({"buffer_size": 0}, "num_samples"),
+        ({"batch_size": 4}, "batch_size"),
+        ({"drop_last": True}, "drop_last"),
+        ({"grouping": "none"}, "grouping"),
+        ({"loss_scaling": "mean"}, "loss_scaling"),
+        ({"rank": 1}, "together"),
+        ({"rank": 1, "world_size": 4}, "0 of 1"),
+        ({"shuffle": True, "sampler": range(3)}, "shuffle"),
+        ({"over_length": "cut"}, "over_length"),
+        ({"accumulation_steps": 0}, "accumulation_steps"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused(arguments: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        odb.ODBDataLoader(Tokens(10), **{"token_budget": 100, **arguments})
