@@ -21,6 +21,7 @@ from orch.comm.groups import Group, NodeGroups, all_gather_single, get_world_siz
 from orch.comm.layout import Exchange
 from orch.comm.node_wise import start_node_wise
 from orch.comm.predict import choose_method
+from orch.comm.row_packing import RowPacking
 from orch.comm.splits import Splits
 from orch.comm.topology import IntArray
 
@@ -88,18 +89,23 @@ def start_exchange(
     method: str = "flat",
     label: str = "rows",
 ) -> ExchangeHandle:
-    """Begins `exchange_many` and returns at once; `wait()` on the handle gives the results, differentiable as well."""
+    """Begins `exchange_many` and returns at once; `wait()` on the handle gives the results, differentiable as well.
+
+    What runs in between overlaps with it, and in the backward, what lies in between overlaps with the inverse exchange.
+    """
     tensors = tuple(tensors)
     _check(tensors, exchange, group, method, label)
     with torch.no_grad(), record_function(f"orch.exchange.{label}"):
-        packing = _Packing.of(tensors)
+        packing = RowPacking.of(tensors)
         send_index = torch.from_numpy(exchange.send_index).to(tensors[0].device, non_blocking=True)
         buffer = packing.pack([tensor.detach().index_select(0, send_index) for tensor in tensors])
         if get_world_size(whole_of(group)) == 1 or not packing.row_bytes:
             finish: _Finish = lambda: buffer  # noqa: E731
         else:
             finish = start_splits(buffer, exchange, group, method, label)
-    return ExchangeHandle(tensors, exchange, group, method, label, packing, finish)
+    way_back = _WayBack()
+    departed = tuple(_Departure.apply(way_back, *tensors))
+    return ExchangeHandle(departed, exchange, group, method, label, packing, finish, way_back)
 
 
 def start_splits(buffer: Tensor, splits: Splits, group: Group, method: str, label: str) -> _Finish:
@@ -137,8 +143,9 @@ class ExchangeHandle:
     _group: Group
     _method: str
     _label: str
-    _packing: _Packing
+    _packing: RowPacking
     _finish: _Finish | None
+    _way_back: _WayBack
 
     def wait(self) -> list[Tensor]:
         """The rows of each tensor in the target layout; may be called once."""
@@ -156,65 +163,62 @@ class ExchangeHandle:
             return tuple(rows.index_select(0, recv_index) for rows in self._packing.unpack(buffer))
 
 
+@dataclass(slots=True, eq=False)
+class _WayBack:
+    """The inverse exchange between the backwards of `_Arrival`, which begins it, and `_Departure`, which waits."""
+
+    handle: ExchangeHandle | None = None
+
+
+class _Departure(torch.autograd.Function):
+    """What is sent, unchanged; its backward waits for the gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, way_back: _WayBack, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.way_back = way_back
+        departed = tuple(tensor.view_as(tensor) for tensor in tensors)
+        ctx.mark_non_differentiable(*_not_needed(departed, ctx.needs_input_grad[1:]))
+        return departed
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        handle, ctx.way_back.handle = ctx.way_back.handle, None
+        if handle is None:
+            return None, *grads
+        returned = iter(handle.wait())
+        return None, *(next(returned) if needed else None for needed in ctx.needs_input_grad[1:])
+
+
 class _Arrival(torch.autograd.Function):
-    """Ties what arrived to what was sent; its backward is the inverse exchange."""
+    """Ties what arrived to what departed; its backward begins the inverse exchange, unless it is itself recorded."""
 
     @staticmethod
     def forward(ctx: Any, handle: ExchangeHandle, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.inverse = (handle._exchange, handle._group, handle._method, handle._label)
+        ctx.inverse = (handle._exchange, handle._group, handle._method, f"{handle._label}.backward")
+        ctx.way_back, ctx.shapes = handle._way_back, [tensor.shape for tensor in tensors]
         results = handle._arrived()
-        ctx.mark_non_differentiable(
-            *(result for result, needed in zip(results, ctx.needs_input_grad[1:], strict=True) if not needed)
-        )
+        ctx.mark_non_differentiable(*_not_needed(results, ctx.needs_input_grad[1:]))
         return results
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         exchange, group, method, label = ctx.inverse
         needed = [index for index, need in enumerate(ctx.needs_input_grad[1:]) if need]
-        returned = exchange_many(
-            [grads[index] for index in needed], exchange.inverse(), group, method=method, label=f"{label}.backward"
-        )
+        gone = [grads[index] for index in needed]
+        handle = start_exchange(gone, exchange.inverse(), group, method=method, label=label)
+        if torch.is_grad_enabled():  # for second derivatives
+            returned = handle.wait()
+        else:  # nobody reads these but `_Departure`
+            ctx.way_back.handle = handle
+            returned = [grads[index].new_zeros(()).expand(ctx.shapes[index]) for index in needed]
         result: list[Tensor | None] = [None] * len(grads)
         for index, grad in zip(needed, returned, strict=True):
             result[index] = grad
         return None, *result
 
 
-@dataclass(frozen=True, slots=True)
-class _Packing:
-    """How the rows of several tensors lie beside each other in one row of bytes."""
-
-    dtypes: tuple[torch.dtype, ...]
-    shapes: tuple[torch.Size, ...]
-
-    @classmethod
-    def of(cls, tensors: Sequence[Tensor]) -> _Packing:
-        return cls(tuple(tensor.dtype for tensor in tensors), tuple(tensor.shape[1:] for tensor in tensors))
-
-    @property
-    def widths(self) -> list[int]:
-        """Bytes of a row of each tensor."""
-        pairs = zip(self.shapes, self.dtypes, strict=True)
-        return [math.prod(shape) * dtype.itemsize for shape, dtype in pairs]
-
-    @property
-    def row_bytes(self) -> int:
-        return sum(self.widths)
-
-    def pack(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Uint8[n, row_bytes]; a single tensor is not copied."""
-        num_rows = len(tensors[0])
-        flat = [tensor.reshape(num_rows, math.prod(shape)) for tensor, shape in zip(tensors, self.shapes, strict=True)]
-        return flat[0].view(torch.uint8) if len(flat) == 1 else torch.cat([t.view(torch.uint8) for t in flat], dim=1)
-
-    def unpack(self, buffer: Tensor) -> list[Tensor]:
-        """The rows of each tensor, [n, ...]; a single tensor is not copied."""
-        pieces = torch.split(buffer, self.widths, dim=1)
-        return [
-            piece.contiguous().view(dtype).reshape(len(buffer), *shape)
-            for piece, dtype, shape in zip(pieces, self.dtypes, self.shapes, strict=True)
-        ]
+def _not_needed(tensors: Sequence[Tensor], needed: Sequence[bool]) -> list[Tensor]:
+    return [tensor for tensor, need in zip(tensors, needed, strict=True) if not need]
 
 
 def _check(tensors: tuple[Tensor, ...], exchange: Exchange, group: Group, method: str, label: str) -> None:

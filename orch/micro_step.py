@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.profiler import record_function
 from torch.utils._pytree import register_pytree_node
 
-from orch.comm.all_to_all import exchange_many
+from orch.comm.all_to_all import start_exchange
 from orch.comm.groups import Group
 from orch.comm.layout import Exchange
 from orch.comm.liveness import Liveness
@@ -125,17 +126,22 @@ class _ModelHooks:
                 f"but is for {list(micro_step.stages)} instead."
             )
         self._micro_step, self._labels = micro_step, kwargs.pop("labels", None)
-        for name, batch in micro_step.stages.items():
-            rows = run_stage(self.stages[name], batch, micro_step)
-            self.stages[name].route(rows, batch.parts, batch.part_rows)
-            self._waiting.append((self.stages[name], model, rows, batch.parts))
+        # Rows of one stage travel while the next one computes.
+        batches = [(self.stages[name], batch) for name, batch in micro_step.stages.items()]
+        started = [start_stage(stage, batch, micro_step) for stage, batch in batches]
+        for (stage, batch), wait in zip(batches, started, strict=True):
+            rows = wait()
+            with record_function("orch.merge"):
+                stage.route(rows, batch.parts, batch.part_rows)
+            self._waiting.append((stage, model, rows, batch.parts))
         micro_step.note(f"train on {describe_samples(micro_step.samples)}")
         return args, kwargs
 
     def after_embedding(self, module: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> Any:
         """Ties what this rank has no use for into the graph, so that its backward exchanges run here too."""
         waiting, self._waiting = self._waiting, []
-        idle = sum(stage.idle(model, rows, parts) for stage, model, rows, parts in waiting)
+        with record_function("orch.merge"):
+            idle = sum(stage.idle(model, rows, parts) for stage, model, rows, parts in waiting)
         return output + idle.to(output.dtype) if isinstance(idle, torch.Tensor) else None
 
     def after_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
@@ -157,16 +163,27 @@ class _ModelHooks:
         return output
 
 
-def run_stage(stage: Stage, batch: StageBatch, micro_step: MicroStep) -> tuple[torch.Tensor, ...]:
-    """Encodes this rank's balanced batch and sends the rows straight to the LLM's layout."""
+def start_stage(stage: Stage, batch: StageBatch, micro_step: MicroStep) -> Callable[[], tuple[torch.Tensor, ...]]:
+    """Encodes this rank's balanced batch and sends the rows on their way, straight to the LLM's layout.
+
+    Returns:
+        A function that waits for the rows of this rank's LLM batch.
+    """
     micro_step.note("encode", stage.name)
-    rows = tuple(tensor[: batch.num_rows] for tensor in stage.encode(batch.inputs))
+    with record_function(f"orch.encode.{stage.name}"):
+        rows = tuple(tensor[: batch.num_rows] for tensor in stage.encode(batch.inputs))
     if not batch.moves or micro_step.group is None:
         index = torch.from_numpy(batch.exchange.send_index[batch.exchange.recv_index]).to(rows[0].device)
-        return tuple(tensor.index_select(0, index) for tensor in rows)
+        return lambda: tuple(tensor.index_select(0, index) for tensor in rows)
     method = micro_step.exchange_method
     with micro_step.guard("exchange rows", stage.name):
-        return tuple(exchange_many(rows, batch.exchange, micro_step.group, method=method, label=stage.name))
+        handle = start_exchange(rows, batch.exchange, micro_step.group, method=method, label=stage.name)
+
+    def wait() -> tuple[torch.Tensor, ...]:
+        with micro_step.guard("exchange rows", stage.name):
+            return tuple(handle.wait())
+
+    return wait
 
 
 def describe_samples(samples: Sequence[Mapping[str, Any]]) -> str:

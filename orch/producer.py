@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from torch.profiler import record_function
 
 from orch.comm.gather import RankFailedError, Status, gather
 from orch.comm.topology import IntArray
@@ -136,7 +137,8 @@ class StepProducer:
         """The plan of the step; the same on every rank, which is checked before data moves."""
         setup = self._setup
         start = time.perf_counter()
-        plan = plan_step(lengths, setup.topology, setup.config, self._peaks)
+        with record_function("orch.plan"):
+            plan = plan_step(lengths, setup.topology, setup.config, self._peaks)
         self._report.plan_ms.append(1e3 * (time.perf_counter() - start))
         own = np.array([plan.fingerprint()], dtype=np.int64)
         hashes = [int(v[0]) for v in self._together(Status.OK, None, own, "plan", step)]
@@ -150,7 +152,7 @@ class StepProducer:
     ) -> tuple[dict[str, Any], MicroStep]:
         """This rank's batch of one micro-step. A failure here is every rank's."""
         setup, start = self._setup, time.perf_counter()
-        with setup.liveness.guard("exchange raw items", step=step):
+        with setup.liveness.guard("exchange raw items", step=step), record_function("orch.exchange.raw"):
             arrived = exchange_step_parcels(
                 drawn, lengths, plan, setup.rank, setup.parcels, method=setup.parcel_method, topology=setup.topology
             )
@@ -202,7 +204,7 @@ class StepProducer:
         """Goes on only if every rank does; where one failed all raise, and that one from its own error."""
         message = "" if error is None else f"{type(error).__name__}: {error}"
         try:
-            with self._setup.liveness.guard(f"gather {label}", step=step):
+            with self._setup.liveness.guard(f"gather {label}", step=step), record_function("orch.gather"):
                 return gather(values, status, message, self._setup.integers, label=label).values
         except RankFailedError as failed:
             raise failed from error
