@@ -87,9 +87,7 @@ def test_the_first_step_has_the_gradients_of_one_process() -> None:
     def work() -> tuple[list[int], list[list[float]]]:
         torch.manual_seed(0)
         model = DistributedDataParallel(Model())
-        loader = odb.ODBDataLoader(
-            Tokens(150), token_budget=500, buffer_size=24, shuffle=True, seed=dist.get_rank() * 0
-        )
+        loader = odb.ODBDataLoader(Tokens(150), token_budget=500, buffer_size=24, shuffle=True)
         batch = next(iter(loader))
         info = odb.pop_step_info(batch)
         ids = batch["input_ids"][:, 0].tolist()
