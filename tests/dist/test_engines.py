@@ -52,6 +52,11 @@ def compile_towers(model):
         tower.compile(backend="eager", dynamic=True)
 
 
+def compile_blocks(model):
+    for block in (*model.model.visual.blocks, *model.model.audio_tower.layers):
+        block.compile(backend="eager", dynamic=True)
+
+
 MODES = {
     "plain": lambda model: None,
     "checkpointing": lambda model: model.gradient_checkpointing_enable(),
@@ -60,6 +65,7 @@ MODES = {
     "one tower trained": lambda model: freeze(model.model.language_model, model.lm_head, model.model.audio_tower),
     "projections only": train_projections_only,
     "compiled encoders": compile_towers,
+    "compiled blocks": compile_blocks,
 }
 BACKWARD = {"frozen encoders": set(), "one tower trained": {"vision"}, "projections only": {"vision"}}
 
@@ -105,7 +111,7 @@ def run_case(engine_name, case, references):
         accumulate=case.accumulate,
         topology=Topology(NUM_RANKS, 2),
         exchange="flat",
-        timeout_s=50,
+        timeout_s=250,  # ranks compile for different lengths of time
     )
     errors = []
     with CollectiveLog() as log:
@@ -142,7 +148,7 @@ def references():
 
 
 def check(engine_name, cases, references):
-    results = run_ranks(lambda: [run_case(engine_name, case, references) for case in cases], NUM_RANKS, timeout_s=250)
+    results = run_ranks(lambda: [run_case(engine_name, case, references) for case in cases], NUM_RANKS, timeout_s=270)
     for case, (errors, labels), *others in zip(cases, *results, strict=True):
         assert len(errors) == -(-len(STEPS) // case.accumulate)
         assert max(errors) < case.tolerance, (case, errors)
@@ -171,7 +177,9 @@ def test_gradients(engine, references):
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("mode", MODES)
 def test_gradients_of_every_case(engine, mode, references):
-    if mode == "compiled encoders":  # takes a minute for each case
+    if mode == "compiled encoders" and engine == "zero3":
+        pytest.skip("the hooks that DeepSpeed puts into a tower are compiled along, which takes minutes")
+    if mode.startswith("compiled"):  # takes a minute for each case
         check(engine, [Case(mode)], references)
         return
     sharded = (True, False) if engine in ("fsdp2", "zero3") else (True,)

@@ -48,7 +48,7 @@ def trained_ids(loader):
 @pytest.mark.parametrize("exchange", ["flat", "all_gather"])
 def test_encoder_outputs_take_one_exchange_a_stage_and_direction(exchange):
     def run():
-        model, ddp, _, loader = make(exchange=exchange, balance="post")
+        _, ddp, _, loader = make(exchange=exchange, balance="post")
         (batch,) = list(loader)
         assert all(stage.moves for stage in batch["orch"].stages.values())
         with CollectiveLog() as log:
@@ -62,6 +62,32 @@ def test_encoder_outputs_take_one_exchange_a_stage_and_direction(exchange):
         assert forward == ["audio", "vision"]
         assert backward == ["vision.backward", "audio.backward"]
         assert kinds == {kind}
+
+
+def test_rows_of_a_stage_travel_while_the_next_one_computes():
+    def run():
+        _, ddp, _, loader = make(balance="post", exchange="flat", prefetch=0)
+        with torch.profiler.profile() as profile:
+            (batch,) = loader
+            ddp(**batch).loss.backward()
+        ranges = [event for event in profile.events() if event.name.startswith("orch.")]
+        ranges.sort(key=lambda event: event.time_range.start)
+        return [event.name.removeprefix("orch.") for event in ranges]
+
+    for names in run_ranks(run, 4):
+        assert {"gather", "plan", "exchange.raw", "merge"} <= set(names)
+        assert [name for name in names if "audio" in name or "vision" in name] == [
+            "encode.audio",
+            "exchange.audio",
+            "encode.vision",
+            "exchange.vision",
+            "exchange.audio.wait",
+            "exchange.vision.wait",
+            "exchange.vision.backward",
+            "exchange.audio.backward",
+            "exchange.vision.backward.wait",
+            "exchange.audio.backward.wait",
+        ]
 
 
 def test_preparing_a_micro_step_takes_one_raw_exchange():
