@@ -1,0 +1,125 @@
+"""Where the time of one step goes on each rank, before and after balancing: a trace and a picture of its timeline.
+
+    pip install 'orch-mllm[examples,trace]'
+    torchrun --nproc-per-node 4 examples/trace_step.py --out traces
+
+`traces/none-rank0.json` and the like open in Perfetto or chrome://tracing; `traces/timeline.png` shows them together.
+"""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from ablate import Recorded, record
+from engines import wrap_ddp
+from omni.tokenizer import train_tokenizer
+from tiny_omni import tiny_thinker_config
+from torch.profiler import profile, record_function
+from train_omni import make_model, make_parser
+
+import orch
+
+BALANCES = ("none", "post")
+COLOURS = {
+    "orch.encode.": "tab:blue",
+    "orch.exchange.": "tab:red",
+    "orch.merge": "tab:purple",
+    "orch.gather": "tab:orange",
+    "orch.plan": "tab:brown",
+    "LLM": "tab:green",
+    "backward": "0.8",
+}
+Bar = tuple[str, float, float]
+
+
+def trace_step(engine: Any, loader: Any, num_steps: int, path: Path) -> list[Bar]:
+    """Profiles the last of so many steps, its preparation included, and writes the trace.
+
+    Returns:
+        Name, start and length in milliseconds of each range.
+    """
+    batches = iter(loader)
+    for _ in range(num_steps - 1):
+        engine(**next(batches)).loss.backward()
+        engine.zero_grad()
+    dist.barrier()
+    with profile() as profiler:
+        with record_function("step"):
+            loss = engine(**next(batches)).loss
+            with record_function("backward"):
+                loss.backward()
+    profiler.export_chrome_trace(str(path))
+    events = [(event.name, event.time_range) for event in profiler.events() or []]
+    (start,) = [time.start for name, time in events if name == "step"]
+    bars = [(name, (time.start - start) / 1e3, time.elapsed_us() / 1e3) for name, time in events]
+    return _with_llm([bar for bar in bars if bar[0] == "backward" or bar[0].startswith("orch.")])
+
+
+def _with_llm(bars: list[Bar]) -> list[Bar]:
+    """Adds what lies between the last range of the forward and the backward: the LLM."""
+    (backward,) = [start for name, start, _ in bars if name == "backward"]
+    begin = max(start + length for _, start, length in bars if start < backward)
+    return [*bars, ("LLM", begin, backward - begin)]
+
+
+def draw(folder: Path, num_ranks: int) -> None:
+    """One panel for each balance, a line for each rank."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    from matplotlib.patches import Patch
+
+    figure, axes = pyplot.subplots(len(BALANCES), 1, sharex=True, figsize=(12, 1.5 + 0.9 * num_ranks * len(BALANCES)))
+    for axis, balance in zip(axes, BALANCES, strict=True):
+        for rank in range(num_ranks):
+            for name, start, length in json.loads((folder / f"{balance}-rank{rank}.bars.json").read_text()):
+                colour = next(colour for prefix, colour in COLOURS.items() if name.startswith(prefix))
+                height = 0.8 if name == "backward" else 0.5  # its exchanges lie within it
+                axis.barh(rank, length, left=start, height=height, color=colour, zorder=1 if name == "backward" else 2)
+        axis.set(title=f'balance="{balance}"', yticks=range(num_ranks), ylabel="rank")
+        axis.invert_yaxis()
+    axes[-1].set_xlabel("ms")
+    labels = [Patch(color=colour, label=name.removeprefix("orch.").rstrip(".")) for name, colour in COLOURS.items()]
+    figure.legend(handles=labels, loc="upper center", ncols=len(labels), frameon=False)
+    figure.savefig(folder / "timeline.png", dpi=110)
+
+
+def run(args: Namespace) -> None:
+    """Replays the same groups under each balance."""
+    torch.set_num_threads(1)
+    args.out.mkdir(parents=True, exist_ok=True)
+    tokenizer = train_tokenizer()
+    config = tiny_thinker_config(tokenizer.vocab_size)
+    groups = Recorded(record(args, tokenizer, config), args.layout)
+    engine = wrap_ddp(make_model(args, config, torch.device("cpu")))
+    topology = orch.Topology(dist.get_world_size(), args.ranks_per_node) if args.ranks_per_node else None
+    for balance in BALANCES:
+        loader = orch.orchestrate(groups, engine, balance=balance, topology=topology, prefetch=0)
+        name = f"{balance}-rank{dist.get_rank()}"
+        bars = trace_step(engine, loader, args.steps, args.out / f"{name}.json")
+        (args.out / f"{name}.bars.json").write_text(json.dumps(bars) + "\n")
+    dist.barrier()
+    if dist.get_rank() == 0:
+        draw(args.out, dist.get_world_size())
+        print(f"Wrote {args.out / 'timeline.png'} and the trace of each rank.")
+
+
+def main() -> None:
+    """Every rank runs this."""
+    parser = make_parser((__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("traces"), help="folder for traces and picture")
+    parser.set_defaults(steps=3, samples=300, token_budget=2048)
+    args = parser.parse_args()
+    dist.init_process_group("gloo")
+    run(args)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
