@@ -47,9 +47,9 @@ def make_parser(description: str) -> ArgumentParser:
     add("--engine", choices=ENGINES, default="ddp")
     add("--balance", choices=["none", "pre", "llm", "post"], default="post")
     add("--layout", choices=["packed", "padded"], default="packed", help="how samples lie in the LLM's batch")
-    add("--exchange", choices=["flat", "all_gather"], default="flat")
+    add("--exchange", choices=["auto", "flat", "node_wise", "all_gather"], default="auto")
     add("--token-budget", type=int, default=2048, help="tokens of a rank's group")
-    add("--ranks-per-node", type=int, help="default: what the launcher says")
+    add("--ranks-per-node", type=int, help="plays nodes of so many ranks; default: the hosts that there are")
     add("--steps", type=int, help="stop after so many optimizer steps")
     add("--epochs", type=int, default=1)
     add("--accumulate", type=int, default=1, help="micro-steps of an optimizer step")
@@ -103,8 +103,7 @@ def train(args: Namespace) -> dict[str, Any]:
         shuffle=True,
         seed=args.seed,
     )
-    ranks_per_node = args.ranks_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
-    topology = orch.Topology(dist.get_world_size(), ranks_per_node)
+    topology = orch.Topology(dist.get_world_size(), args.ranks_per_node) if args.ranks_per_node else None
     batches = orch.orchestrate(
         loader,
         engine.module,
