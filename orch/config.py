@@ -10,6 +10,7 @@ from orch.dispatch import check_dispatcher, default_dispatcher
 
 BALANCE_MODES = ("none", "pre", "llm", "post")
 BATCH_LAYOUTS = ("packed", "padded")
+_TOKENS, _PADDED_TOKENS = PackedCost(), PaddedCost()
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,7 @@ class StageConfig:
         """The cost in force."""
         if self.cost is not None:
             return self.cost
-        return PackedCost() if self.layout == "packed" else PaddedCost()
+        return _TOKENS if self.layout == "packed" else _PADDED_TOKENS
 
     @property
     def dispatcher_name(self) -> str:

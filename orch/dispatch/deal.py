@@ -84,10 +84,10 @@ def fold(costs: IntArray, num_bins: int) -> IntArray:
 
 
 def deal_in_groups(costs: IntArray, group_of_item: IntArray, loads: IntArray, group_of_bin: IntArray) -> IntArray:
-    """Deals items to the bins of their own group, all groups at once, nearly longest processing time first.
+    """Deals items to the bins of their own group, all groups at once, longest processing time first or nearly so.
 
-    In a round, the bins of a group in order of load take the group's next items, as far as they are no fuller than the
-    lightest is with its item.
+    One group is dealt by `deal`. Of several, in a round, the bins of a group in order of load take the group's next
+    items, as far as they are no fuller than the lightest is with its item.
 
     Args:
         costs: int64[N], not negative.
@@ -99,22 +99,25 @@ def deal_in_groups(costs: IntArray, group_of_item: IntArray, loads: IntArray, gr
         int64[N], the bin of each item.
     """
     loads, num_groups = loads.copy(), int(group_of_bin[-1]) + 1
+    if num_groups == 1:
+        return deal(costs, loads)[0]
     order = ascending(group_of_item, -costs)
     costs = costs[order]
-    bin_of_item = np.empty(len(costs), dtype=np.int64)
-    stop = np.cumsum(np.bincount(group_of_item, minlength=num_groups))
-    following = stop - np.bincount(group_of_item, minlength=num_groups)
+    bin_of_item = np.empty(len(order), dtype=np.int64)
+    size = np.bincount(group_of_item, minlength=num_groups)
+    stop = size.cumsum()
+    following = stop - size
     while True:
-        bins = np.flatnonzero((following < stop)[group_of_bin])
+        bins = (following < stop)[group_of_bin].nonzero()[0]
         if not len(bins):
             return bin_of_item
         bins = bins[ascending(group_of_bin[bins], loads[bins])]
-        group = group_of_bin[bins]
+        group, old = group_of_bin[bins], loads[bins]
         first = run_starts(group)
-        item = following[group] + np.arange(len(bins)) - first
-        lightest = bins[first]
-        served = (item < stop[group]) & (loads[bins] <= loads[lightest] + costs[following[group]])
+        head = following[group]
+        item = head + np.arange(len(bins)) - first
+        served = (item < stop[group]) & (old <= old[first] + costs[head])
         bins, item = bins[served], item[served]
         bin_of_item[order[item]] = bins
         loads[bins] += costs[item]
-        following += np.bincount(group_of_bin[bins], minlength=num_groups)
+        following += np.bincount(group[served], minlength=num_groups)

@@ -11,11 +11,13 @@ from orch.comm.topology import IntArray
 from orch.cost import sum_by_bin
 from orch.dispatch.bounds import least_load
 from orch.dispatch.deal import deal, fold
+from orch.dispatch.fit import fit
 from orch.dispatch.polish import Limits, polish
 from orch.dispatch.problem import DispatchProblem
 
 _PATIENCE = 24
 _FEW_ITEMS = 4096  # up to here the drawn layout is a start as well
+_FEW_A_BIN = 12  # and up to here what fits under the least capacity
 _EXPENSIVE = 1 << 62
 _MANY_ITEMS = 1 << 16
 _CLOSE = 14  # with more, a load within 2^-14 (0.006 %) of the lower bound is good enough
@@ -40,8 +42,10 @@ def dispatch_greedy(problem: DispatchProblem) -> IntArray:
     limits = Limits(bound if len(costs) <= _MANY_ITEMS else bound + (bound >> _CLOSE), patience=_PATIENCE)
     items = np.flatnonzero(costs)
     best, least = problem.home, _EXPENSIVE
-    for start in (_longest_first, _folded, _as_drawn)[: 3 if few else 2]:
-        if least > limits.goal and len(items):
+    starts = [_longest_first, _folded]
+    starts += [_fitted] * (len(items) <= _FEW_A_BIN * problem.num_bins) + [_as_drawn] * few
+    for start in starts if len(items) else ():
+        if least > limits.goal:
             bin_of_item = problem.home.copy()
             bin_of_item[items] = start(costs[items], problem.home[items], problem.num_bins)
             bin_of_item = polish(costs, bin_of_item, problem.num_bins, limits)
@@ -57,6 +61,11 @@ def _longest_first(costs: IntArray, home: IntArray, num_bins: int) -> IntArray:
 
 def _folded(costs: IntArray, home: IntArray, num_bins: int) -> IntArray:
     return fold(costs, num_bins)
+
+
+def _fitted(costs: IntArray, home: IntArray, num_bins: int) -> IntArray:
+    fitted = fit(costs, num_bins, least_load(costs, num_bins))
+    return home if fitted is None else fitted
 
 
 def _as_drawn(costs: IntArray, home: IntArray, num_bins: int) -> IntArray:

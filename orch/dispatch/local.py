@@ -76,7 +76,7 @@ def _settle_level_by_level(problem: DispatchProblem, costs: IntArray, load: int)
 
 def _bring_down(costs: IntArray, bins: IntArray, node_of_bin: IntArray, goal: int) -> IntArray:
     """Brings what is still above the goal down to it, within nodes as far as that goes."""
-    within_nodes = Limits(goal, group=node_of_bin, patience=3)
+    within_nodes = Limits(goal, group=node_of_bin, patience=1, progress=0.2)
     bins = polish(costs, bins, len(node_of_bin), within_nodes)
     bins = polish(costs, _deal_hard_nodes_anew(costs, bins, node_of_bin, goal), len(node_of_bin), within_nodes)
     return polish(costs, bins, len(node_of_bin), Limits(goal, patience=24)) if node_of_bin[-1] > 0 else bins

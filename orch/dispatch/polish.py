@@ -31,14 +31,16 @@ class Limits:
     Attributes:
         goal: Bins up to this load are left alone.
         group: int64[bins], nondecreasing; items stay within their group of bins (a node, say). None for one group.
-        patience: How many rounds in a row may fail to lower the largest load.
+        patience: How many rounds in a row may fail to make progress.
         max_work: The budget, in items looked at over all rounds.
+        progress: The largest load must come closer to the goal by more than this share of the way.
     """
 
     goal: int
     group: IntArray | None = None
     patience: int = 12
     max_work: int = 1_000_000
+    progress: float = 0.0
 
 
 def polish(costs: IntArray, bin_of_item: IntArray, num_bins: int, limits: Limits) -> IntArray:
@@ -67,8 +69,8 @@ def polish(costs: IntArray, bin_of_item: IntArray, num_bins: int, limits: Limits
         floor = limits.goal + (largest - limits.goal) // _LOW if stale % 3 == 0 else limits.goal
         pairs = state.pair(floor, shift=stale * stale)
         work += state.improve(pairs) + 2 * num_bins + len(costs) // 4 + _WORK_OF_ROUND
-        before, largest = largest, int(loads.max())
-        stale = stale + 1 if largest == before else 0
+        above, largest = largest - limits.goal, int(loads.max())
+        stale = 0 if above - (largest - limits.goal) > limits.progress * above else stale + 1
     polished = np.empty_like(bin_of_item)
     polished[order] = state.bin_of_item
     return polished

@@ -11,7 +11,7 @@ from orch.comm.topology import IntArray
 from orch.cost import sum_by_bin
 from orch.dispatch.order import ascending, run_starts, starts_run
 
-_STEPS = 5  # items that do not fit, in one bin
+_STEPS = 3  # items that do not fit, in one bin
 _EXPENSIVE = np.iinfo(np.int64).max
 
 

@@ -13,8 +13,8 @@ from scipy.optimize import linprog
 
 from orch.comm.topology import IntArray
 
-MAX_SIZES = 60  # different sizes
-MAX_UNITS = 60_000  # capacity over the sizes' greatest common divisor
+MAX_SIZES = 500  # different sizes
+MAX_WORK = 3_600_000  # different sizes times the capacity over their greatest common divisor
 _MAX_COLUMNS = 400
 
 
@@ -34,36 +34,36 @@ def proven_load(costs: IntArray, num_bins: int, bound: int, found: int) -> int:
     if not len(sizes) or len(sizes) > MAX_SIZES:
         return bound
     unit = int(np.gcd.reduce(sizes))
-    if found // unit > MAX_UNITS:
+    if found // unit * len(sizes) > MAX_WORK:
         return bound
     low, high = -(-bound // unit), found // unit  # loads are multiples of the unit
     while low < high:
         middle = (low + high) // 2
-        if _bins_needed(sizes // unit, counts, middle) > num_bins * (1 + 1e-9):
+        if _needs_more(sizes // unit, counts, middle, num_bins):
             low = middle + 1
         else:
             high = middle
     return low * unit
 
 
-def _bins_needed(sizes: IntArray, counts: IntArray, capacity: int) -> float:
-    """A proven lower bound on the number of bins of a capacity."""
+def _needs_more(sizes: IntArray, counts: IntArray, capacity: int, num_bins: int) -> bool:
+    """Whether more bins of the capacity are proven necessary."""
     if int(sizes.max()) > capacity:
-        return float("inf")
+        return True
     patterns = [
         np.eye(len(sizes), dtype=np.float64)[i] * min(capacity // size, counts[i]) for i, size in enumerate(sizes)
     ]
-    proven = 0.0
     for _ in range(_MAX_COLUMNS):
         table = np.array(patterns).T
         result = linprog(np.ones(table.shape[1]), A_ub=-table, b_ub=-counts, method="highs")
         worth = -result.ineqlin.marginals
         best, pattern = _best_pattern(sizes, counts, worth, capacity)
-        proven = max(proven, float(worth @ counts) / max(best, 1e-12))
-        if best <= 1 + 1e-7:
-            break
+        if float(worth @ counts) / max(best, 1e-12) > num_bins * (1 + 1e-9):
+            return True
+        if best <= 1 + 1e-7 or result.fun <= num_bins:  # as far as fractions can tell, these bins are enough
+            return False
         patterns.append(pattern)
-    return proven
+    return False
 
 
 def _best_pattern(

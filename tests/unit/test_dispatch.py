@@ -16,6 +16,7 @@ from orch.cost import AdditiveCost, PackedCost, PaddedCost, RectangleFrontCost
 from orch.dispatch import DISPATCHERS, DispatchProblem, dispatch
 from orch.dispatch.bounds import least_load
 from orch.dispatch.deal import deal, deal_in_groups, fold
+from orch.dispatch.fit import fit
 from orch.dispatch.order import ascending, run_starts
 from orch.dispatch.polish import Limits, polish
 from orch.dispatch.surplus import pick_surplus
@@ -249,3 +250,36 @@ def test_a_quadratic_cost_does_not_pile_tokens_on_a_rank():
 def test_a_cap_that_cannot_be_met_gives_the_least_batch_there_is():
     problem = DispatchProblem(arrays([7, 5, 5]), arrays([0, 0, 0]), Topology(2), PackedCost(), cap=9)
     assert problem.largest_batch(dispatch(problem, "greedy")) == 10
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=30), st.integers(1, 6))
+def test_fit_is_first_fit_decreasing(costs, num_bins):
+    """The layout is that of the textbook under some capacity, and no smaller capacity that the search saw is enough."""
+    bound = least_load(arrays(costs), num_bins)
+    bins = fit(arrays(costs), num_bins, bound)
+    enough = [
+        capacity for capacity in range(bound, bound + bound // 10 + 1) if plain_first_fit(costs, capacity, num_bins)
+    ]
+    if bins is None:
+        assert enough in ([], [bound + bound // 10])
+        return
+    loads = np.bincount(bins, weights=costs, minlength=num_bins).astype(int).tolist()
+    assert loads in [plain_first_fit(costs, capacity, num_bins) for capacity in enough]
+
+
+def plain_first_fit(costs: list[int], capacity: int, num_bins: int) -> list[int]:
+    """Loads of first-fit decreasing; none where some item fits nowhere."""
+    loads = [0] * num_bins
+    for cost in sorted(costs, reverse=True):
+        fits = [number for number in range(num_bins) if loads[number] + cost <= capacity]
+        if not fits:
+            return []
+        loads[fits[0]] += cost
+    return loads
+
+
+def test_fit_packs_few_items_a_bin_where_dealing_cannot():
+    """Longest processing time first leaves 3 + 3 + 5 and 3 + 3 + 5 + ... apart: first fit finds the perfect packing."""
+    costs = arrays([6, 5, 4, 3, 3, 3, 3, 3])
+    assert np.bincount(fit(costs, 2, 15), weights=costs).max() == 15
