@@ -36,8 +36,8 @@ def discover_topology(
             otherwise; names the ranks.
     """
     local_size = read_launcher(environ).local_size or 0
-    words = gather_ragged(np.concatenate([[local_size], _encoded(socket.gethostname())]), group, label="hosts")
-    ranks, hosts = get_global_ranks(group), [_decoded(word[1:]) for word in words]
+    words = gather_ragged(np.concatenate([[local_size], encode_text(socket.gethostname())]), group, label="hosts")
+    ranks, hosts = get_global_ranks(group), [decode_text(word[1:]) for word in words]
     sizes = node_sizes_of_hosts(hosts, ranks)
     if len(ranks) == get_world_size():
         _check_launchers([int(word[0]) for word in words], sizes, hosts)
@@ -50,7 +50,7 @@ def gather_hosts(group: ProcessGroup | None = None) -> list[str]:
     Args:
         group: A CPU (gloo) group; None for the world.
     """
-    return [_decoded(words) for words in gather_ragged(_encoded(socket.gethostname()), group, label="hosts")]
+    return [decode_text(words) for words in gather_ragged(encode_text(socket.gethostname()), group, label="hosts")]
 
 
 def check_topology(topology: Topology, hosts: Sequence[str], ranks: Sequence[int] | None = None) -> None:
@@ -117,11 +117,12 @@ def _check_launchers(said: Sequence[int], sizes: Sequence[int], hosts: Sequence[
         )
 
 
-def _encoded(text: str) -> IntArray:
-    """UTF-8 bytes, eight to a word, behind their number."""
+def encode_text(text: str) -> IntArray:
+    """A text as integers: its UTF-8 bytes, eight to a word, behind their number: int64[n]."""
     data = text.encode()
     return np.concatenate([[len(data)], np.frombuffer(data.ljust(-(-len(data) // 8) * 8, b"\0"), dtype="<i8")])
 
 
-def _decoded(words: IntArray) -> str:
+def decode_text(words: IntArray) -> str:
+    """The text that `encode_text` made into integers."""
     return words[1:].astype("<i8").tobytes()[: int(words[0])].decode(errors="replace")

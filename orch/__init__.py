@@ -23,6 +23,7 @@ _HOME_OF_NAME = {
     "balance": "orch.balancing",
     "lower_bounds": "orch.bounds",
     "Topology": "orch.comm.topology",
+    "discover_topology": "orch.comm.hosts",
 }
 __all__ = sorted([*_HOME_OF_NAME, "__version__"])
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orch.comm.hosts import _decoded, _encoded, check_topology, node_sizes_of_hosts
+from orch.comm.hosts import check_topology, decode_text, encode_text, node_sizes_of_hosts
 from orch.comm.launchers import parse_tasks_per_node, read_hostfile, read_launcher
 from orch.comm.topology import Topology
 
@@ -119,7 +119,7 @@ def test_hostfiles_that_cannot_be_read(tmp_path, text, message):
 
 @given(st.text(max_size=40))
 def test_names_travel_as_integers(name):
-    assert _decoded(_encoded(name)) == name
+    assert decode_text(encode_text(name)) == name
 
 
 def test_hosts_say_who_shares_a_node():
