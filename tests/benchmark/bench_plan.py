@@ -2,7 +2,7 @@
 
     ORCH_DATA=... python tests/benchmark/bench_plan.py [--quick] [--json FILE]
 
-Loads are over the best proven bound; bytes are shares of all; times are medians. Peers (`plan_peers.py`) run where
+Loads are over the best proven bound; bytes are shares of all; times are medians of CPU time. Peers (`plan_peers.py`) run where
 they are installed.
 """
 
@@ -56,12 +56,12 @@ class Row:
 
 
 def timed(function: Callable[[], Any], repeats: int) -> tuple[Any, float]:
-    """The result and the median time in milliseconds."""
+    """The result and the median time in milliseconds of CPU, which other work on the machine hardly changes."""
     times, result = [], None
     for _ in range(repeats):
-        start = time.perf_counter()
+        start = time.process_time()
         result = function()
-        times.append((time.perf_counter() - start) * 1e3)
+        times.append((time.process_time() - start) * 1e3)
     return result, float(np.median(times))
 
 
