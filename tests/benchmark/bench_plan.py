@@ -2,8 +2,8 @@
 
     ORCH_DATA=... python tests/benchmark/bench_plan.py [--quick] [--json FILE]
 
-Loads are over the best proven bound; bytes are shares of all; times are medians of CPU time. Peers (`plan_peers.py`) run where
-they are installed.
+Loads are over the best proven bound; bytes are shares of all; times are medians of CPU time. Peers (`plan_peers.py`)
+run where they are installed.
 """
 
 from __future__ import annotations
