@@ -5,6 +5,7 @@ All that differs between engines is here; a training loop calls `wrap_engine` an
 
 from __future__ import annotations
 
+import json
 import os
 import warnings
 from abc import ABC, abstractmethod
@@ -221,10 +222,37 @@ class ZeroEngine(Engine):
         self.module.load_checkpoint(str(folder))
 
 
-def wrap_engine(name: str, model: nn.Module, lr: float, accumulate: int, **options: Any) -> Engine:
-    """The engine of that name, one of `ENGINES`, around a model; it may have options of its own."""
+def read_zero_options(path: Path, stage: int) -> dict[str, Any]:
+    """What `wrap_zero` takes from a file of DeepSpeed's configuration: "zero_optimization" and "gradient_clipping".
+
+    Raises:
+        ValueError: If the file is for another stage.
+    """
+    config = json.loads(path.read_text())
+    zero = dict(config["zero_optimization"])
+    if zero.setdefault("stage", stage) != stage:
+        raise ValueError(f"`zero_optimization` of {path} must be of stage {stage}, but is of {zero['stage']} instead.")
+    del zero["stage"]
+    if not torch.cuda.is_available():
+        zero["overlap_comm"] = False
+    return {"clip": config.get("gradient_clipping", 0.0), **zero}
+
+
+def wrap_engine(
+    name: str, model: nn.Module, lr: float, accumulate: int, config: Path | None = None, **options: Any
+) -> Engine:
+    """The engine of that name, one of `ENGINES`, around a model; it may have options of its own.
+
+    Raises:
+        ValueError: If `config`, a file of DeepSpeed's configuration, is given for another engine or stage.
+    """
+    if config is not None and not name.startswith("zero"):
+        raise ValueError(f"`config` must be None for the engine {name!r}, but is {config} instead.")
     if name == "ddp":
         return DdpEngine(model, lr)
     if name == "fsdp2":
         return Fsdp2Engine(model, lr, **options)
-    return ZeroEngine(model, lr, accumulate, stage=int(name.removeprefix("zero")), **options)
+    stage = int(name.removeprefix("zero"))
+    return ZeroEngine(
+        model, lr, accumulate, stage=stage, **(read_zero_options(config, stage) if config else {}), **options
+    )

@@ -45,6 +45,7 @@ def make_parser(description: str) -> ArgumentParser:
     add = parser.add_argument
     add("--data", type=Path, help="JSON or JSONL records; without it the project's own generated data")
     add("--engine", choices=ENGINES, default="ddp")
+    add("--engine-config", type=Path, help="DeepSpeed's JSON: its ZeRO options and gradient clipping")
     add("--balance", choices=["none", "pre", "llm", "post"], default="post")
     add("--layout", choices=["packed", "padded"], default="packed", help="how samples lie in the LLM's batch")
     add("--exchange", choices=["auto", "flat", "node_wise", "all_gather"], default="auto")
@@ -93,7 +94,7 @@ def train(args: Namespace) -> dict[str, Any]:
     tokenizer = train_tokenizer()
     config = tiny_thinker_config(tokenizer.vocab_size)
     model = make_model(args, config, device)
-    engine = wrap_engine(args.engine, model, args.lr, args.accumulate)
+    engine = wrap_engine(args.engine, model, args.lr, args.accumulate, args.engine_config)
 
     loader = odb.ODBDataLoader(
         make_dataset(args, tokenizer, config),
