@@ -1,7 +1,8 @@
 """Sorting by keys, stably and fast.
 
-numpy sorts plain integers ten times faster than it sorts stably by key, so keys and positions are packed into one
-integer where they fit into 63 bits. The result is the same either way.
+numpy sorts 16-bit integers by radix, and plain integers ten times faster than it sorts stably by key. So keys are
+packed into one integer, which is sorted 16 bits at a time, or together with the positions where it is long. The result
+is the same in any case.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import numpy.typing as npt
 from orch.comm.topology import IntArray
 
 _SMALL = 256  # below this, one call is faster than cheap work in many
-_RADIX_KEYS = 1 << 16  # numpy sorts 16-bit integers by radix
+_DIGIT = 16  # bits that numpy sorts by radix
+_FEW_DIGITS = 2  # so many passes are faster than one sort of integers that hold the positions too
+_MOST_BITS = 63
 
 
 def ascending(*keys: IntArray) -> IntArray:
@@ -21,16 +24,20 @@ def ascending(*keys: IntArray) -> IntArray:
     if size < _SMALL:
         return np.lexsort(keys[::-1])
     lows = [int(key.min()) for key in keys]
-    ranges = [int(key.max()) - low for key, low in zip(keys, lows, strict=True)]
-    bits = size.bit_length()
-    if sum(top.bit_length() for top in ranges) + bits <= 63:
-        packed = np.zeros(size, dtype=np.int64)
-        for key, low, top in zip(keys, lows, ranges, strict=True):
-            packed = (packed << top.bit_length()) | (key - low)
+    widths = [(int(key.max()) - low).bit_length() for key, low in zip(keys, lows, strict=True)]
+    width, bits = sum(widths), size.bit_length()
+    if width > _MOST_BITS:
+        rest = ascending(*keys[1:]) if len(keys) > 1 else np.arange(size, dtype=np.int64)
+        return rest[np.argsort(keys[0][rest], kind="stable")]
+    packed = keys[0] - lows[0]
+    for key, low, bits_of_key in zip(keys[1:], lows[1:], widths[1:], strict=True):
+        packed = (packed << bits_of_key) | (key - low)
+    if width > _FEW_DIGITS * _DIGIT and width + bits <= _MOST_BITS:
         return np.sort((packed << bits) | np.arange(size)) & ((1 << bits) - 1)
-    rest = ascending(*keys[1:]) if len(keys) > 1 else np.arange(size, dtype=np.int64)
-    first = keys[0][rest] - lows[0]
-    return rest[np.argsort(first.astype(np.uint16) if ranges[0] < _RADIX_KEYS else first, kind="stable")]
+    order = np.argsort(packed.astype(np.uint16), kind="stable")
+    for shift in range(_DIGIT, width, _DIGIT):
+        order = order[np.argsort((packed >> shift)[order].astype(np.uint16), kind="stable")]
+    return order
 
 
 def descending(values: IntArray) -> IntArray:

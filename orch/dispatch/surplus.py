@@ -41,7 +41,7 @@ def pick_surplus(costs: IntArray, prices: IntArray, bin_of_item: IntArray, exces
     items = ((number_of_item >= 0) & (costs > 0)).nonzero()[0]
     if not len(items):
         return items
-    items = items[ascending(number_of_item[items], prices[items], costs[items])]
+    items = items[ascending(number_of_item[items])]
     search = _Search.of(costs[items], prices[items], number_of_item[items], excess[bins])
     for step in range(_STEPS + 1):
         search.end(step)
@@ -57,7 +57,7 @@ def _coarse(density: npt.NDArray[np.float64]) -> IntArray:
 
 @dataclass(slots=True, eq=False)
 class _Search:
-    """The state of the search. Items are those of bins with an excess, ordered by bin, then by price, then by cost.
+    """The state of the search. Items are those of bins with an excess, ordered by bin.
 
     Attributes:
         costs: int64[n].
@@ -113,13 +113,21 @@ class _Search:
         left = self.still_to_go()
         left_of_item = left[self.bins[self.covers]]
         self.covers = self.covers[(left_of_item > 0) & (self.step[self.covers] == _EXPENSIVE)]
-        ends = self.covers[self.costs[self.covers] >= left[self.bins[self.covers]]]
-        ends = ends[starts_run(self.bins[ends])]  # the first of each bin
+        ends = self._cheapest(self.covers[self.costs[self.covers] >= left[self.bins[self.covers]]])
         bins = self.bins[ends]
         price = self.spent[bins] + self.prices[ends]
         better = price < self.best_price[bins]
         bins = bins[better]
         self.best_price[bins], self.best_step[bins], self.best_cover[bins] = price[better], step, ends[better]
+
+    def _cheapest(self, items: IntArray) -> IntArray:
+        """The first of the cheapest items of each bin."""
+        if not len(items):
+            return items
+        prices, starts = self.prices[items], starts_run(self.bins[items])
+        least = np.minimum.reduceat(prices, starts.nonzero()[0])
+        cheapest = items[prices == least[starts.cumsum() - 1]]
+        return cheapest[starts_run(self.bins[cheapest])]
 
     def take(self, step: int) -> bool:
         """Takes the items up to the first that does not fit, in each bin; whether any may be taken later."""
