@@ -36,7 +36,7 @@ VARIANTS = {
     "post": ("post", "flat"),
     "post, all-gather": ("post", "all_gather"),
 }
-NUM_CALIBRATION_SAMPLES = 48
+NUM_CALIBRATION_SAMPLES = 24
 
 
 class Recorded:
@@ -143,7 +143,7 @@ def run(args: Namespace) -> dict[str, Any]:
     """Records, replays, and sums up."""
     torch.set_num_threads(1)
     tokenizer = train_tokenizer()
-    config = tiny_thinker_config(tokenizer.vocab_size)
+    config = tiny_thinker_config(tokenizer.vocab_size, hidden_size=args.hidden_size, num_layers=args.num_layers)
     groups = record(args, tokenizer, config)
     model = make_model(args, config, torch.device("cpu"))
     drawn = [sample for group in groups for sample in group][:NUM_CALIBRATION_SAMPLES]
@@ -172,7 +172,10 @@ def main() -> None:
     """Every rank runs this."""
     parser = make_parser((__doc__ or "").splitlines()[0])
     parser.add_argument("--repeats", type=int, default=3, help="times that every step is run under each variant")
-    parser.set_defaults(steps=16, samples=1000, token_budget=4096)
+    # Wide and shallow: attention takes a share of a step that is near that of large models at their lengths.
+    parser.add_argument("--hidden-size", type=int, default=512, help="of the LLM")
+    parser.add_argument("--num-layers", type=int, default=2, help="of the LLM and of the vision tower")
+    parser.set_defaults(steps=16, samples=1000, token_budget=2048, max_pixels=448 * 448)
     args = parser.parse_args()
     dist.init_process_group("gloo")
     result = run(args)

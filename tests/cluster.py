@@ -112,8 +112,19 @@ class Cluster(contextlib.AbstractContextManager["Cluster"]):
             _do(f"ip -n {switch} link set port{number} master br0 up")
             _do(f"ip -n {node} addr add 10.77.0.{number + 1}/24 dev {_LINK}")
             _do(f"ip -n {node} link set {_LINK} up")
-            for space, link in ((node, _LINK), (switch, f"port{number}")):  # out of the node, and into it
-                _do(f"tc -n {space} qdisc add dev {link} root tbf rate {self.mbit}mbit burst 256kb latency 400ms")
+        self._shape("add", self.mbit)
+
+    def set_link(self, mbit: float) -> None:
+        """Changes what a node's link carries each way, in Mbit/s; any process of the cluster may."""
+        self._shape("change", mbit)
+
+    def _shape(self, action: str, mbit: float) -> None:
+        burst_kb = max(256, round(mbit / 8))  # at least what passes in a millisecond
+        for number, node in enumerate(self.nodes):
+            for space, link in ((node, _LINK), (f"{self._tag}sw", f"port{number}")):  # out of the node, and into it
+                _do(
+                    f"tc -n {space} qdisc {action} dev {link} root tbf rate {mbit}mbit burst {burst_kb}kb latency 400ms"
+                )
 
 
 def link_bytes() -> LinkBytes:
