@@ -36,8 +36,8 @@ def test_the_mix_has_many_short_texts_few_long_and_media_that_do_not_follow_each
     patches = np.array([len(one.get("pixel_values", ())) for one in samples])
     frames = np.array([len(one.get("input_features", ())) for one in samples])
     assert text.max() > 8 * np.median(text)
-    assert 0.15 < (patches > 0).mean() < 0.35
-    assert 0.12 < (frames > 0).mean() < 0.3
+    assert (patches > 0).mean() == pytest.approx(Mix().image_probability, abs=0.1)
+    assert (frames > 0).mean() == pytest.approx(Mix().audio_probability, abs=0.1)
     assert abs(np.corrcoef(patches, frames)[0, 1]) < 0.2
     for of_media in (patches, frames):
         assert of_media.max() > 2.5 * np.median(of_media[of_media > 0])
