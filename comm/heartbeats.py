@@ -104,6 +104,10 @@ class Board:
 
         return self._call(read)
 
+    def count(self, key: str, more: int) -> int:
+        """Adds to a number that starts at 0, and returns it."""
+        return self._call(lambda: int(self._store.add(f"count/{key}", more)))
+
     def _read_all(self) -> list[Beat | None]:
         keys = [_beat_key(rank) for rank in range(self.num_ranks)]
         if self._store.has_extended_api() and self._store.check(keys):  # type: ignore[attr-defined]

@@ -136,6 +136,7 @@ class StepProducer:
     def _plan(self, lengths: StepLengths, step: int) -> StepPlan:
         """The plan of the step; the same on every rank, which is checked before data moves."""
         setup = self._setup
+        setup.liveness.note("plan", step=step)
         start = time.perf_counter()
         with record_function("orch.plan"):
             plan = plan_step(lengths, setup.topology, setup.config, self._peaks)

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 
 import orch
-from orch import odb, setup
+from orch import odb, producer, setup
+from orch.comm.all_to_all import METHODS
 from orch.comm.liveness import Liveness, LivenessConfig
 from tests.omni import make_sample, small_model
 from tests.ranks import run_ranks
@@ -26,6 +27,12 @@ BLAMED = 1
 STEP = 2
 QUICK = LivenessConfig(interval_s=0.25, suspect_after_s=2.0, lost_after_s=3.0, end_after_s=3.0)
 KINDS = [{"grids": [(4, 4)]}, {"frames": [15]}, {}, {"grids": [(2, 2)], "frames": [9]}]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _imported():
+    """Forked ranks start quickly if the model's modules are here already."""
+    small_model(torch.float32)
 
 
 class Samples:
@@ -59,6 +66,10 @@ def stop():
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
+def run_out_of_memory():
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
 def fail():
     raise ArithmeticError("struck")
 
@@ -71,8 +82,13 @@ def hang():
     time.sleep(10 * LIMIT_S)
 
 
-def train(dataset=None, strike=None, timeout_s=30, collate_fn=None, folder=None, liveness=QUICK, **options):
-    """Trains; on the blamed rank, `strike(model)` is called before a step, and may hook into the model."""
+def train(
+    dataset=None, strike=None, timeout_s=30, collate_fn=None, folder=None, liveness=QUICK, skipping=(), **options
+):
+    """Trains, but for one batch on the ranks `skipping`.
+
+    On the blamed rank, `strike(model)` is called before a step, and may hook into the model.
+    """
     if liveness is not None:
         setup._heartbeat = lambda _: Liveness.start(liveness)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -87,6 +103,8 @@ def train(dataset=None, strike=None, timeout_s=30, collate_fn=None, folder=None,
     for step, batch in enumerate(batches):
         if strike is not None and dist.get_rank() == BLAMED and step == STEP:
             strike(model)
+        if dist.get_rank() in skipping and step == STEP:
+            continue
         ddp(**batch).loss.backward()
     return step
 
@@ -121,15 +139,48 @@ def _is_alive(pid):
 
 
 def outcomes_of(num_ranks=2, **options):
-    """How each rank ended: none may hang. Returns (rank to blame, others)."""
+    """How each rank ended: none may hang, or live on for longer than half a minute. Returns (rank to blame, others)."""
     outcomes = run_ranks(lambda: train(**options), num_ranks, expect_failure=True, timeout_s=LIMIT_S)
     others = [outcome for outcome in outcomes if outcome.rank != BLAMED]
     assert all(outcome.failed and not outcome.hung for outcome in others), others
+    assert max(outcome.seconds for outcome in others) < QUICK.lost_after_s + 30
     return outcomes[BLAMED], others
 
 
 def told(outcome):
     return outcome.traceback + outcome.stderr
+
+
+def before_call(module, name, label=None):
+    """Strikes when the module's function of that name is next called, with this label if one is given."""
+
+    def strike_by(fate):
+        def strike(model):
+            real = getattr(module, name)
+
+            def struck(*arguments, **options):
+                if options.get("label") in (None, label):
+                    fate()
+                return real(*arguments, **options)
+
+            setattr(module, name, struck)
+
+        return strike
+
+    return strike_by
+
+
+def before_exchange(label):
+    """Strikes when the next exchange of this label begins."""
+
+    def strike_by(fate):
+        def strike(model):
+            start = METHODS["flat"]
+            METHODS["flat"] = lambda *arguments: fate() if arguments[-1] == label else start(*arguments)
+
+        return strike
+
+    return strike_by
 
 
 AT = {
@@ -161,14 +212,57 @@ def test_a_killed_rank(moment, num_ranks, tmp_path):
         check_no_worker_is_left(tmp_path)
 
 
+PHASES = {
+    "gather": (before_call(producer, "gather", "lengths"), "gather lengths"),
+    "plan": (before_call(producer, "plan_step"), "plan"),
+    "raw exchange": (before_exchange("parcels"), "exchange raw items"),
+    "exchange of rows": (before_exchange("vision"), "stage vision, exchange rows"),
+    "exchange of gradients": (before_exchange("vision.backward"), "stage vision, exchange gradients of rows"),
+}
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_rank_killed_in_any_phase(phase):
+    strike, doing = PHASES[phase]
+    killed, (other,) = outcomes_of(strike=strike(kill))
+    assert killed.exit_code == -signal.SIGKILL
+    assert re.search(r"rank 0 waited in .*step \d, .*but rank 1 is lost", told(other))
+    assert re.search(rf"rank 1 has been silent for .*last in: .*\bstep \d, {doing}\b", told(other))
+
+
 @pytest.mark.parametrize("moment", ["in an encoder", "in the LLM", "in the backward"])
 def test_an_exception_in_a_ranks_model_or_loop(moment):
-    failed, others = outcomes_of(strike=AT[moment](fail))
-    assert "ArithmeticError: struck" in failed.traceback
+    fate, said = (run_out_of_memory, "OutOfMemoryError: CUDA") if moment == "in an encoder" else (fail, "Arithmetic")
+    failed, others = outcomes_of(strike=AT[moment](fate))
+    assert said in failed.traceback
     where = f"step {STEP}, stage vision, encode" if moment == "in an encoder" else f"step {STEP}, train on samples 's"
     for outcome in others:
         assert f"rank 1 failed in {where}" in told(outcome)
-        assert "ArithmeticError: struck" in told(outcome)
+        assert said in told(outcome)
+
+
+def test_a_rank_whose_model_skips_a_stage():
+    def skip(model):
+        model.model.get_image_features = lambda *_, **__: None
+
+    skipping, others = outcomes_of(strike=skip)
+    for outcome in (skipping, *others):
+        assert re.search(r"step \d: the model's forward did not use .*: stages \['vision'\]", told(outcome), re.I)
+    assert "rank 1 failed in step" in told(others[0])
+
+
+@pytest.mark.parametrize("num_skipping", [1, 2])
+def test_ranks_whose_loop_skips_a_batch(num_skipping):
+    outcomes = run_ranks(lambda: train(skipping=range(2)[-num_skipping:]), 2, expect_failure=True, timeout_s=LIMIT_S)
+    if num_skipping == 2:
+        assert not any(outcome.failed for outcome in outcomes), outcomes
+        return
+    other, skipping = outcomes
+    said = f"Rank 1 did not run the model on its batch of step {STEP}, micro-step 0"
+    assert said in skipping.traceback
+    assert re.search(rf"rank 1 failed in step {STEP}, skip a batch.*: RuntimeError: {said}", told(other))
+    assert re.search(rf"rank 0 wait.* in step {STEP}, ", told(other))
+    assert max(outcome.seconds for outcome in outcomes) < QUICK.lost_after_s + 30
 
 
 def test_an_interrupted_rank_ends_the_others():
