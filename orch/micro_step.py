@@ -20,6 +20,7 @@ from orch.comm.layout import Exchange
 from orch.comm.liveness import Liveness
 from orch.loss import token_loss_sum
 from orch.stages import Item, Stage, stages_in
+from orch.tags import Tags
 
 BATCH_KEY = "orch"
 _MARK = "_orch_hooks"
@@ -37,6 +38,7 @@ class StageBatch:
         parts: The LLM-side tensors of the items that this rank's LLM batch holds.
         part_rows: Rows of each of these items.
         moves: Whether any row of any rank changes rank.
+        tags: Ids that travel with the rows, in the debug mode.
     """
 
     inputs: Mapping[str, Any]
@@ -45,6 +47,7 @@ class StageBatch:
     parts: tuple[Item, ...]
     part_rows: tuple[int, ...]
     moves: bool = True
+    tags: Tags | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -186,8 +189,17 @@ def start_stage(stage: Stage, batch: StageBatch, micro_step: MicroStep) -> Calla
         index = torch.from_numpy(batch.exchange.send_index[batch.exchange.recv_index]).to(rows[0].device)
         return lambda: tuple(tensor.index_select(0, index) for tensor in rows)
     method, guard = micro_step.exchange_method, functools.partial(_guard_exchange, micro_step, stage.name)
-    handle = start_exchange(rows, batch.exchange, micro_step.group, method=method, label=stage.name, guard=guard)
-    return lambda: tuple(handle.wait())
+    tags = () if batch.tags is None else (batch.tags.outgoing().to(rows[0].device),)
+    sent = (*rows, *tags)
+    handle = start_exchange(sent, batch.exchange, micro_step.group, method=method, label=stage.name, guard=guard)
+
+    def wait() -> tuple[torch.Tensor, ...]:
+        arrived = tuple(handle.wait())
+        if batch.tags is not None:
+            batch.tags.check(arrived[-1])
+        return arrived[: len(rows)]
+
+    return wait
 
 
 @contextlib.contextmanager

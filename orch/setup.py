@@ -28,6 +28,7 @@ from orch.engine import EngineInfo, read_engine
 from orch.micro_step import instrument_model
 from orch.prepare import Collate
 from orch.stages import EncoderAdapter, Stage, stages_in
+from orch.tags import is_debugging
 
 EXCHANGE_METHODS = ("auto", *METHODS)
 
@@ -51,6 +52,7 @@ class Setup:
         exchange_method: "auto", "flat", "node_wise" or "all_gather".
         device: Where the model is.
         liveness: This rank's heartbeat and its view of the others.
+        debug: Whether ids travel with what moves (`ORCH_DEBUG=1`).
     """
 
     engine: EngineInfo
@@ -67,6 +69,7 @@ class Setup:
     exchange_method: str
     device: torch.device
     liveness: Liveness
+    debug: bool = False
 
     @property
     def parcel_method(self) -> str:
@@ -133,6 +136,7 @@ def make_setup(
         "max_tokens": max_tokens,
         "costs": costs,
         "exchange": exchange,
+        "debug": is_debugging(),
     }
     liveness = _heartbeat(timeout_s)
     with liveness.guard("set up"):
@@ -156,6 +160,7 @@ def make_setup(
         exchange_method=exchange,
         device=next(info.model.parameters()).device,
         liveness=liveness,
+        debug=is_debugging(),
     )
 
 
