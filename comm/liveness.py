@@ -14,50 +14,16 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from types import TracebackType
 
 import torch
 
 from orch.comm.gather import RankFailedError
 from orch.comm.groups import get_rank, get_world_size
-from orch.comm.heartbeats import Beat, Board, BoardLostError
+from orch.comm.heartbeats import Beat, Board, BoardLostError, LivenessConfig
 from orch.comm.lost_peers import PeerLostError, PeerWatch, first_line, is_of_a_collective, peer_lost_error
 
 _MEET_INTERVAL_S = 0.02
-
-
-@dataclass(frozen=True, slots=True)
-class LivenessConfig:
-    """Limits of the heartbeat, in seconds.
-
-    Attributes:
-        interval_s: Time between two beats.
-        suspect_after_s: After a failed collective, a rank silent for this long is missing.
-        lost_after_s: Without a failed collective, a rank silent for this long is lost.
-        end_after_s: A process whose training thread makes no progress for this long after a peer was lost is ended
-            with exit code 1; None never ends it.
-
-    Raises:
-        ValueError: If a limit is not positive, or below two intervals.
-    """
-
-    interval_s: float = 1.0
-    suspect_after_s: float = 5.0
-    lost_after_s: float = 30.0
-    end_after_s: float | None = 30.0
-
-    def __post_init__(self) -> None:
-        if not self.interval_s > 0:
-            raise ValueError(f"`interval_s` must be above 0, but is {self.interval_s} instead.")
-        for name in ("suspect_after_s", "lost_after_s"):
-            if not getattr(self, name) >= 2 * self.interval_s:
-                raise ValueError(
-                    f"`{name}` must be at least two intervals ({2 * self.interval_s}), "
-                    f"but is {getattr(self, name)} instead."
-                )
-        if self.end_after_s is not None and not self.end_after_s > 0:
-            raise ValueError(f"`end_after_s` must be above 0 or None, but is {self.end_after_s} instead.")
 
 
 class Liveness:
