@@ -5,6 +5,7 @@ All receive sizes are known from the plan, so an exchange is one collective for 
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -88,11 +89,14 @@ def start_exchange(
     *,
     method: str = "flat",
     label: str = "rows",
+    guard: Guard | None = None,
 ) -> ExchangeHandle:
     """Begins `exchange_many` and returns at once; `wait()` on the handle gives the results, differentiable as well.
 
     What runs in between overlaps with it, and in the backward, what lies in between overlaps with the inverse exchange.
+    Whatever depends on other ranks runs inside `guard(label)`; the label of the inverse exchange ends in ".backward".
     """
+    guard = guard or _unguarded
     tensors = tuple(tensors)
     _check(tensors, exchange, group, method, label)
     with torch.no_grad(), record_function(f"orch.exchange.{label}"):
@@ -102,10 +106,11 @@ def start_exchange(
         if get_world_size(whole_of(group)) == 1 or not packing.row_bytes:
             finish: _Finish = lambda: buffer  # noqa: E731
         else:
-            finish = start_splits(buffer, exchange, group, method, label)
+            with guard(label):
+                finish = start_splits(buffer, exchange, group, method, label)
     way_back = _WayBack()
     departed = tuple(_Departure.apply(way_back, *tensors))
-    return ExchangeHandle(departed, exchange, group, method, label, packing, finish, way_back)
+    return ExchangeHandle(departed, exchange, group, method, label, guard, packing, finish, way_back)
 
 
 def start_splits(buffer: Tensor, splits: Splits, group: Group, method: str, label: str) -> _Finish:
@@ -143,6 +148,7 @@ class ExchangeHandle:
     _group: Group
     _method: str
     _label: str
+    _guard: Guard
     _packing: RowPacking
     _finish: _Finish | None
     _way_back: _WayBack
@@ -158,7 +164,8 @@ class ExchangeHandle:
     def _arrived(self) -> tuple[Tensor, ...]:
         assert self._finish is not None
         with record_function(f"orch.exchange.{self._label}.wait"):
-            buffer = self._finish()
+            with self._guard(self._label):
+                buffer = self._finish()
             recv_index = torch.from_numpy(self._exchange.recv_index).to(buffer.device, non_blocking=True)
             return tuple(rows.index_select(0, recv_index) for rows in self._packing.unpack(buffer))
 
@@ -194,7 +201,7 @@ class _Arrival(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, handle: ExchangeHandle, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.inverse = (handle._exchange, handle._group, handle._method, f"{handle._label}.backward")
+        ctx.inverse = (handle._exchange, handle._group, handle._method, f"{handle._label}.backward", handle._guard)
         ctx.way_back, ctx.shapes = handle._way_back, [tensor.shape for tensor in tensors]
         results = handle._arrived()
         ctx.mark_non_differentiable(*_not_needed(results, ctx.needs_input_grad[1:]))
@@ -202,10 +209,10 @@ class _Arrival(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        exchange, group, method, label = ctx.inverse
+        exchange, group, method, label, guard = ctx.inverse
         needed = [index for index, need in enumerate(ctx.needs_input_grad[1:]) if need]
         gone = [grads[index] for index in needed]
-        handle = start_exchange(gone, exchange.inverse(), group, method=method, label=label)
+        handle = start_exchange(gone, exchange.inverse(), group, method=method, label=label, guard=guard)
         if torch.is_grad_enabled():  # for second derivatives
             returned = handle.wait()
         else:  # nobody reads these but `_Departure`
@@ -215,6 +222,10 @@ class _Arrival(torch.autograd.Function):
         for index, grad in zip(needed, returned, strict=True):
             result[index] = grad
         return None, *result
+
+
+def _unguarded(_label: str) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
 
 
 def _not_needed(tensors: Sequence[Tensor], needed: Sequence[bool]) -> list[Tensor]:
@@ -239,6 +250,9 @@ def _check(tensors: tuple[Tensor, ...], exchange: Exchange, group: Group, method
             f"but is for {len(exchange.send_splits)} instead."
         )
 
+
+Guard = Callable[[str], contextlib.AbstractContextManager[None]]
+"""Around what other ranks can make fail; given the label of the exchange."""
 
 _Finish = Callable[[], Tensor]
 """Waits for a collective and returns the rows received, in the order of their source ranks."""

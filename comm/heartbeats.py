@@ -20,6 +20,39 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
+class LivenessConfig:
+    """Limits of the heartbeat, in seconds.
+
+    Attributes:
+        interval_s: Time between two beats.
+        suspect_after_s: After a failed collective, a rank silent for this long is missing.
+        lost_after_s: Without a failed collective, a rank silent for this long is lost.
+        end_after_s: A process whose training thread makes no progress for this long after a peer was lost is ended
+            with exit code 1; None never ends it.
+
+    Raises:
+        ValueError: If a limit is not positive, or below two intervals.
+    """
+
+    interval_s: float = 1.0
+    suspect_after_s: float = 5.0
+    lost_after_s: float = 30.0
+    end_after_s: float | None = 30.0
+
+    def __post_init__(self) -> None:
+        if not self.interval_s > 0:
+            raise ValueError(f"`interval_s` must be above 0, but is {self.interval_s} instead.")
+        for name in ("suspect_after_s", "lost_after_s"):
+            if not getattr(self, name) >= 2 * self.interval_s:
+                raise ValueError(
+                    f"`{name}` must be at least two intervals ({2 * self.interval_s}), "
+                    f"but is {getattr(self, name)} instead."
+                )
+        if self.end_after_s is not None and not self.end_after_s > 0:
+            raise ValueError(f"`end_after_s` must be above 0 or None, but is {self.end_after_s} instead.")
+
+
+@dataclass(frozen=True, slots=True)
 class Beat:
     """What one rank last said of itself.
 
@@ -103,6 +136,10 @@ class Board:
             return failures
 
         return self._call(read)
+
+    def count(self, key: str, more: int) -> int:
+        """Adds to a number that starts at 0, and returns it."""
+        return self._call(lambda: int(self._store.add(f"count/{key}", more)))
 
     def _read_all(self) -> list[Beat | None]:
         keys = [_beat_key(rank) for rank in range(self.num_ranks)]

@@ -13,47 +13,17 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from types import TracebackType
+
+import torch
 
 from orch.comm.gather import RankFailedError
 from orch.comm.groups import get_rank, get_world_size
-from orch.comm.heartbeats import Beat, Board, BoardLostError
+from orch.comm.heartbeats import Beat, Board, BoardLostError, LivenessConfig
 from orch.comm.lost_peers import PeerLostError, PeerWatch, first_line, is_of_a_collective, peer_lost_error
 
-
-@dataclass(frozen=True, slots=True)
-class LivenessConfig:
-    """Limits of the heartbeat, in seconds.
-
-    Attributes:
-        interval_s: Time between two beats.
-        suspect_after_s: After a failed collective, a rank silent for this long is missing.
-        lost_after_s: Without a failed collective, a rank silent for this long is lost.
-        end_after_s: A process whose training thread makes no progress for this long after a peer was lost is ended
-            with exit code 1; None never ends it.
-
-    Raises:
-        ValueError: If a limit is not positive, or below two intervals.
-    """
-
-    interval_s: float = 1.0
-    suspect_after_s: float = 5.0
-    lost_after_s: float = 30.0
-    end_after_s: float | None = 30.0
-
-    def __post_init__(self) -> None:
-        if not self.interval_s > 0:
-            raise ValueError(f"`interval_s` must be above 0, but is {self.interval_s} instead.")
-        for name in ("suspect_after_s", "lost_after_s"):
-            if not getattr(self, name) >= 2 * self.interval_s:
-                raise ValueError(
-                    f"`{name}` must be at least two intervals ({2 * self.interval_s}), "
-                    f"but is {getattr(self, name)} instead."
-                )
-        if self.end_after_s is not None and not self.end_after_s > 0:
-            raise ValueError(f"`end_after_s` must be above 0 or None, but is {self.end_after_s} instead.")
+_MEET_INTERVAL_S = 0.02
 
 
 class Liveness:
@@ -73,6 +43,7 @@ class Liveness:
         self._failures: dict[int, str] = {}
         self._num_failures_read = 0
         self._victim = False
+        self._num_met = 0
         self._stopped = threading.Event()
         self._pid = os.getpid()
 
@@ -91,20 +62,32 @@ class Liveness:
             liveness._begin(liveness.board)
         return liveness
 
-    def note(self, phase: str, *, step: int | None = None, stage: str | None = None, idle: bool = False) -> None:
+    def note(
+        self,
+        phase: str,
+        *,
+        step: int | None = None,
+        stage: str | None = None,
+        idle: bool = False,
+        training: bool | None = None,
+    ) -> None:
         """Says what this thread does from now on; costs no communication.
 
-        The main thread is the one that trains and that must make progress; other threads are only spoken of.
+        The training thread is the one that must make progress; other threads are only spoken of.
 
         Args:
             phase: In a word or two: "gather", "encode", "exchange", "train".
             step: The step it belongs to.
             stage: The stage it belongs to.
             idle: Between epochs, after training: leaving now is no failure. In another thread: it does nothing.
+            training: Whether it is said for the training thread, as by autograd's own; if not given, whether this is
+                the main thread.
         """
+        if training is None:
+            training = threading.current_thread() is threading.main_thread()
         where = [f"step {step}"] if step is not None else []
         doing = ", ".join([*where, *([f"stage {stage}"] if stage else []), phase])
-        if threading.current_thread() is threading.main_thread():
+        if training:
             self._training, self._idle, self._since, self._victim = doing, idle, time.monotonic(), False
         else:
             self._background = "" if idle else doing
@@ -119,15 +102,35 @@ class Liveness:
         return f"{self._training}; in the background {self._background}" if self._background else self._training
 
     @contextlib.contextmanager
-    def guard(self, phase: str, *, step: int | None = None, stage: str | None = None) -> Iterator[None]:
+    def guard(
+        self, phase: str, *, step: int | None = None, stage: str | None = None, training: bool | None = None
+    ) -> Iterator[None]:
         """Around a collective: notes it, and turns its failure into a `PeerLostError` (see `explain`)."""
-        self.note(phase, step=step, stage=stage)
+        self.note(phase, step=step, stage=stage, training=training)
         try:
             yield
-        except (RankFailedError, PeerLostError):
+        except (RankFailedError, PeerLostError, torch.OutOfMemoryError):
             raise
         except RuntimeError as error:
             raise self.explain(error) from error
+
+    def meet(self, what: str, ranks: Sequence[int]) -> int:
+        """Waits, up to `lost_after_s`, until all of `ranks` have come here with the same `what`; how many have.
+
+        No collective: a rank that never comes knows nothing of it.
+
+        Raises:
+            BoardLostError: If the store does not answer.
+        """
+        if self.board is None:
+            return 1
+        key, deadline = f"{min(ranks)}/{self._num_met}/{what}", time.monotonic() + self.config.lost_after_s
+        self._num_met += 1
+        num_here = self.board.count(key, 1)
+        while num_here < len(ranks) and time.monotonic() < deadline:
+            time.sleep(_MEET_INTERVAL_S)
+            num_here = self.board.count(key, 0)
+        return num_here
 
     def missing_ranks(self, wait_s: float | None = None) -> list[int]:
         """Ranks not heard of in `wait_s` seconds (`suspect_after_s` by default), or gone, or failed; waits that long.

@@ -63,6 +63,8 @@ def make_parser(description: str) -> ArgumentParser:
     add("--num-workers", type=int, default=1)
     add("--strict", action="store_true", help="stop at a record that cannot be used")
     add("--prepend-placeholders", action="store_true", help="media without a placeholder go to the front")
+    add("--save", type=Path, help="folder for a checkpoint, written where the run ends")
+    add("--resume", type=Path, help="goes on where a run of the same options and ranks was saved")
     add("--report", type=Path, help="write the figures of the run as JSON")
     add("--local_rank", "--local-rank", type=int, help="set by the deepspeed launcher")
     return parser
@@ -113,11 +115,14 @@ def train(args: Namespace) -> dict[str, Any]:
         topology=topology,
         exchange=args.exchange,
     )
+    if args.resume is not None:
+        engine.load(args.resume)
+        batches.load_state_dict(json.loads(_loader_file(args.resume).read_text()))
 
     losses, step_ms, trained, skipped = [], [], [], []
     num_tokens, begin = 0, time.perf_counter()
     with ProgressBar(args.steps, len(batches) * args.epochs // args.accumulate) as progress:
-        for epoch in range(args.epochs):
+        for epoch in range(loader.epoch, args.epochs):
             batches.set_epoch(epoch)
             start, step_loss = time.perf_counter(), 0.0
             for batch in batches:
@@ -137,7 +142,16 @@ def train(args: Namespace) -> dict[str, Any]:
             skipped += loader.skipped
             if len(losses) == args.steps:
                 break
+    if args.save is not None:
+        args.save.mkdir(parents=True, exist_ok=True)
+        engine.save(args.save)
+        _loader_file(args.save).write_text(json.dumps(batches.state_dict()))
     return _report(batches, losses, step_ms, trained, skipped, num_tokens / (time.perf_counter() - begin))
+
+
+def _loader_file(folder: Path) -> Path:
+    """Where this rank's loader stands."""
+    return folder / f"loader-{dist.get_rank()}.json"
 
 
 def _report(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+import functools
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from orch.comm.layout import Exchange
 from orch.comm.liveness import Liveness
 from orch.loss import token_loss_sum
 from orch.stages import Item, Stage, stages_in
+from orch.tags import Tags
 
 BATCH_KEY = "orch"
 _MARK = "_orch_hooks"
@@ -35,6 +38,7 @@ class StageBatch:
         parts: The LLM-side tensors of the items that this rank's LLM batch holds.
         part_rows: Rows of each of these items.
         moves: Whether any row of any rank changes rank.
+        tags: Ids that travel with the rows, in the debug mode.
     """
 
     inputs: Mapping[str, Any]
@@ -43,6 +47,7 @@ class StageBatch:
     parts: tuple[Item, ...]
     part_rows: tuple[int, ...]
     moves: bool = True
+    tags: Tags | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,6 +65,7 @@ class MicroStep:
         exchange_method: "auto", "flat", "node_wise" or "all_gather".
         liveness: Names the rank to blame when an exchange fails.
         samples: The numbers and strings of each sample of this rank's LLM batch ("id" and the like), without fillers.
+        entered: Set once the model runs on the batch.
     """
 
     step: int
@@ -72,6 +78,7 @@ class MicroStep:
     exchange_method: str = "flat"
     liveness: Liveness | None = None
     samples: tuple[Mapping[str, str | float], ...] = ()
+    entered: threading.Event = field(default_factory=threading.Event)
 
     @property
     def is_last(self) -> bool:
@@ -82,12 +89,16 @@ class MicroStep:
         """Around what may fail because of another rank."""
         if self.liveness is None:
             return contextlib.nullcontext()
-        return self.liveness.guard(phase, step=self.step, stage=stage)
+        return self.liveness.guard(phase, step=self.step, stage=stage, training=True)
 
     def note(self, phase: str, stage: str | None = None) -> None:
         """Says what the training thread does from now on, so that it can be told should this rank be lost."""
         if self.liveness is not None:
-            self.liveness.note(phase, step=self.step, stage=stage)
+            self.liveness.note(phase, step=self.step, stage=stage, training=True)
+
+    def note_training(self) -> None:
+        """Says that the model runs on this batch."""
+        self.note(f"train on {describe_samples(self.samples)}")
 
     def mean_loss(self, loss: torch.Tensor) -> float:
         """This micro-step's share of the step's mean token loss, which is the sum over its ranks and micro-steps."""
@@ -125,6 +136,7 @@ class _ModelHooks:
                 f"`batch` must be planned for the stages {list(self.stages)}, "
                 f"but is for {list(micro_step.stages)} instead."
             )
+        micro_step.entered.set()
         self._micro_step, self._labels = micro_step, kwargs.pop("labels", None)
         # Rows of one stage travel while the next one computes.
         batches = [(self.stages[name], batch) for name, batch in micro_step.stages.items()]
@@ -134,7 +146,7 @@ class _ModelHooks:
             with record_function("orch.merge"):
                 stage.route(rows, batch.parts, batch.part_rows)
             self._waiting.append((stage, model, rows, batch.parts))
-        micro_step.note(f"train on {describe_samples(micro_step.samples)}")
+        micro_step.note_training()
         return args, kwargs
 
     def after_embedding(self, module: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> Any:
@@ -155,8 +167,9 @@ class _ModelHooks:
             return None
         if unserved or waiting:
             raise RuntimeError(
-                f"The model's forward did not use what was routed to it: stages {unserved or 'without items'}; its "
-                "gradients would be wrong. Does the model's forward embed `input_ids` and call its encoders?"
+                f"Step {micro_step.step}: the model's forward did not use what was routed to it: "
+                f"stages {unserved or 'without items'}; its gradients would be wrong. "
+                "Does the model's forward embed `input_ids` and call its encoders?"
             )
         if labels is not None:
             output["loss"] = token_loss_sum(output["logits"], labels) * micro_step.loss_scale
@@ -175,15 +188,28 @@ def start_stage(stage: Stage, batch: StageBatch, micro_step: MicroStep) -> Calla
     if not batch.moves or micro_step.group is None:
         index = torch.from_numpy(batch.exchange.send_index[batch.exchange.recv_index]).to(rows[0].device)
         return lambda: tuple(tensor.index_select(0, index) for tensor in rows)
-    method = micro_step.exchange_method
-    with micro_step.guard("exchange rows", stage.name):
-        handle = start_exchange(rows, batch.exchange, micro_step.group, method=method, label=stage.name)
+    method, guard = micro_step.exchange_method, functools.partial(_guard_exchange, micro_step, stage.name)
+    tags = () if batch.tags is None else (batch.tags.outgoing().to(rows[0].device),)
+    sent = (*rows, *tags)
+    handle = start_exchange(sent, batch.exchange, micro_step.group, method=method, label=stage.name, guard=guard)
 
     def wait() -> tuple[torch.Tensor, ...]:
-        with micro_step.guard("exchange rows", stage.name):
-            return tuple(handle.wait())
+        arrived = tuple(handle.wait())
+        if batch.tags is not None:
+            batch.tags.check(arrived[-1])
+        return arrived[: len(rows)]
 
     return wait
+
+
+@contextlib.contextmanager
+def _guard_exchange(micro_step: MicroStep, stage: str, label: str) -> Iterator[None]:
+    """Around a part of a stage's exchange, or of the inverse one, which comes in the midst of the backward."""
+    phase = "exchange rows" if label == stage else "exchange gradients of rows"
+    with micro_step.guard(phase, stage):
+        yield
+    if label != stage:
+        micro_step.note_training()
 
 
 def describe_samples(samples: Sequence[Mapping[str, Any]]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,9 +13,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from orch.comm.groups import get_global_ranks
 from orch.comm.topology import Topology
 from orch.cost import CostModel
-from orch.micro_step import BATCH_KEY, MicroStep, describe_samples
+from orch.micro_step import BATCH_KEY, MicroStep
 from orch.prefetch import Prefetcher
 from orch.prepare import Collate, to_device
 from orch.producer import Ready, StepProducer
@@ -54,20 +56,19 @@ class OrchestratedLoader:
         self._ahead: Prefetcher[Ready] | None = None
         self._begin = ResumePoint()
         self._reached: ResumePoint | None = None
+        self._in_use = False
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         self._end_former_epoch()
         closing = threading.Event()
         produced = StepProducer(self.loader, self.setup, self.report, self._begin, closing.is_set)
-        self.micro_step, self._reached = None, produced.begin
+        self.micro_step, self._reached, self._in_use = None, produced.begin, False
         try:
-            if self._prefetch == 0:
-                yield from map(self._hand_over, produced)
-                self._reached = self._next_epoch()
-                return
-            self._ahead = ahead = Prefetcher(produced, self._prefetch, closing, self._check_wait)
-            while (ready := self._next(ahead)) is not None:
+            if self._prefetch:
+                self._ahead = Prefetcher(produced, self._prefetch, closing, self._check_wait)
+            for ready in produced if self._ahead is None else iter(functools.partial(self._next, self._ahead), None):
                 yield self._hand_over(ready)
+                self._check_use(ready.micro_step)
             self.setup.liveness.note("end of an epoch")
             self._reached = self._next_epoch()
         finally:  # At the end, after `break`, and while an exception of the loop's body is on its way up.
@@ -138,7 +139,7 @@ class OrchestratedLoader:
         self._begin = replace(ready.resume, step=0)
         self._reached = ready.resume
         device = self.setup.device
-        ready.micro_step.note(f"train on {describe_samples(ready.micro_step.samples)}")
+        ready.micro_step.note_training()
         stages = {
             name: replace(batch, inputs=to_device(batch.inputs, device))
             for name, batch in ready.micro_step.stages.items()
@@ -147,6 +148,21 @@ class OrchestratedLoader:
         if self.setup.engine.deepspeed is not None:
             self.setup.engine.deepspeed.set_gradient_accumulation_boundary(self.micro_step.is_last)
         return {**to_device(ready.batch, device), BATCH_KEY: self.micro_step}
+
+    def _check_use(self, micro_step: MicroStep) -> None:
+        """A batch that the model of one rank skips would leave the others in its exchanges; all may skip it."""
+        if micro_step.entered.is_set():
+            self._in_use = True
+        elif self._in_use:
+            micro_step.note("skip a batch")
+            ranks = get_global_ranks(self.setup.engine.group)
+            num_skipping = self.setup.liveness.meet(f"skip/{micro_step.step}/{micro_step.index}", ranks)
+            if num_skipping < len(ranks):
+                raise RuntimeError(
+                    f"Rank {self.setup.rank} did not run the model on its batch of step {micro_step.step}, "
+                    f"micro-step {micro_step.index}: all {len(ranks)} ranks must skip a batch, or none, "
+                    f"but {num_skipping} did."
+                )
 
     def _check_wait(self, waited_s: float) -> None:
         if waited_s > self._timeout_s:

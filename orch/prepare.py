@@ -19,6 +19,7 @@ from orch.loss import IGNORE
 from orch.micro_step import StageBatch
 from orch.plan import MicroStepPlan, StagePlan
 from orch.stages import EncoderAdapter, Item
+from orch.tags import TAG_BYTES, Tags, ids_in
 from orch.wire import decode_record
 
 Named = Mapping[str, str | float]
@@ -51,9 +52,9 @@ def exchange_step_parcels(
     *,
     method: str = "flat",
     topology: Topology | None = None,
-) -> Arrived:
+    tags: Tags | None = None,
+) -> list[torch.Tensor]:
     """Moves the text of this micro-step to the LLM's layout and raw items to their encoders, in one exchange."""
-    names = list(plan.stages)
     first = int(np.searchsorted(lengths.home, rank))
     parcels = [drawn[i - first].parcel for i in plan.samples[plan.home.rank_of_item == rank].tolist()]
     sizes = [lengths.num_bytes[plan.samples]]
@@ -63,8 +64,17 @@ def exchange_step_parcels(
         parcels += [own[i - first_item] for i in stage.items[stage.home.rank_of_item == rank].tolist()]
         sizes.append(lengths.stages[name].num_bytes[stage.items])
     num_bytes = np.concatenate(sizes)
-    arrived = exchange_parcels(parcels, _all_parcels(plan), num_bytes, rank, group, method=method, topology=topology)
-    pieces = iter(arrived)
+    if tags is not None:
+        parcels, num_bytes = tags.attach(parcels), num_bytes + TAG_BYTES
+    return exchange_parcels(parcels, _all_parcels(plan), num_bytes, rank, group, method=method, topology=topology)
+
+
+def open_step_parcels(
+    parcels: Sequence[torch.Tensor], plan: MicroStepPlan, rank: int, tags: Tags | None = None
+) -> Arrived:
+    """What came by `exchange_step_parcels`, decoded."""
+    names = list(plan.stages)
+    pieces = iter(parcels if tags is None else tags.detach(parcels))
     here = int((plan.llm.rank_of_item == rank).sum())
     opened = [open_parcel(next(pieces), names) for _ in range(here)]
     items = {
@@ -79,7 +89,7 @@ def exchange_step_parcels(
 
 def stage_batch(
     stage: StagePlan, num_rows: IntArray, items: list[Item], parts: Sequence[Sequence[Item]], adapter: EncoderAdapter,
-    rank: int, topology: Topology | None = None,
+    rank: int, topology: Topology | None = None, tags: Tags | None = None,
 ) -> StageBatch:  # fmt: skip
     """What one stage does on this rank; `num_rows` (int64[m]) are the rows of each of the micro-step's items."""
     encoded = stage.encode.rank_of_item == rank
@@ -91,7 +101,21 @@ def stage_batch(
         parts=tuple(part for sample in parts for part in sample),
         part_rows=tuple(num_rows[needed].tolist()),
         moves=not np.array_equal(stage.encode.rank_of_item, stage.llm.rank_of_item),
+        tags=tags,
     )
+
+
+def parcel_tags(plan: MicroStepPlan, rank: int, step: int) -> Tags:
+    """The tags of the raw exchange."""
+    ids = np.concatenate(ids_in(plan))
+    return Tags.of(step, "exchange raw items", list(plan.stages), ids, _all_parcels(plan), rank)
+
+
+def row_tags(plan: MicroStepPlan, name: str, num_rows: IntArray, rank: int, step: int) -> Tags:
+    """The tags of a stage's rows on their way to the LLM."""
+    names = list(plan.stages)
+    ids, move = ids_in(plan)[1 + names.index(name)], plan.stages[name].to_llm
+    return Tags.of(step, f"stage {name}, exchange rows", names, ids, move, rank, num_rows)
 
 
 def _all_parcels(plan: MicroStepPlan) -> Rearrangement:

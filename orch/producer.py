@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from torch.profiler import record_function
 
 from orch.comm.gather import RankFailedError, Status, gather
@@ -18,10 +19,11 @@ from orch.loss import loss_scale
 from orch.metrics import StepMetrics, step_metrics
 from orch.micro_step import MicroStep, describe_samples
 from orch.plan import MicroStepPlan, StepPlan, plan_step
-from orch.prepare import Named, exchange_step_parcels, stage_batch
+from orch.prepare import Named, exchange_step_parcels, open_step_parcels, parcel_tags, row_tags, stage_batch
 from orch.report import Report
 from orch.resume import ResumePoint
 from orch.setup import Setup
+from orch.tags import Tags
 
 Groups = Iterator[Sequence[dict[str, Any]]]
 
@@ -136,6 +138,7 @@ class StepProducer:
     def _plan(self, lengths: StepLengths, step: int) -> StepPlan:
         """The plan of the step; the same on every rank, which is checked before data moves."""
         setup = self._setup
+        setup.liveness.note("plan", step=step)
         start = time.perf_counter()
         with record_function("orch.plan"):
             plan = plan_step(lengths, setup.topology, setup.config, self._peaks)
@@ -151,35 +154,43 @@ class StepProducer:
         self, drawn: list[DrawnSample], lengths: StepLengths, plan: MicroStepPlan, step: int, index: int
     ) -> tuple[dict[str, Any], MicroStep]:
         """This rank's batch of one micro-step. A failure here is every rank's."""
-        setup, start = self._setup, time.perf_counter()
-        with setup.liveness.guard("exchange raw items", step=step), record_function("orch.exchange.raw"):
-            arrived = exchange_step_parcels(
-                drawn, lengths, plan, setup.rank, setup.parcels, method=setup.parcel_method, topology=setup.topology
-            )
-        self._report.exchange_ms.append(1e3 * (time.perf_counter() - start))
-        ready, failure = None, None
+        setup, rank = self._setup, self._setup.rank
+        tags = parcel_tags(plan, rank, step) if setup.debug else None
+        parcels = self._exchange(drawn, lengths, plan, step, tags)
+        arrived, ready, failure = None, None, None
         try:
-            batch = dict(self._setup.collate(arrived.samples, arrived.parts))
+            arrived = open_step_parcels(parcels, plan, rank, tags)
+            batch = dict(setup.collate(arrived.samples, arrived.parts))
             stages = {}
             for name, stage in plan.stages.items():
-                adapter, parts = self._setup.stages[name].adapter, arrived.parts[name]
+                adapter, parts = setup.stages[name].adapter, arrived.parts[name]
                 num_rows = lengths.stages[name].num_rows[stage.items]
+                of_rows = row_tags(plan, name, num_rows, rank, step) if setup.debug else None
                 stages[name] = stage_batch(
-                    stage, num_rows, arrived.items[name], parts, adapter, setup.rank, setup.topology
+                    stage, num_rows, arrived.items[name], parts, adapter, rank, setup.topology, of_rows
                 )
                 batch |= adapter.llm_inputs([part for sample in parts for part in sample])
             ready = batch, self._micro_step(lengths, stages, arrived.named, step, index)
         except Exception as error:
-            failure = RuntimeError(
-                f"step {step}, micro-step {index}, batch of the {describe_samples(arrived.named)}: "
-                f"{type(error).__name__}: {error}"
-            )
+            batch_of = "" if arrived is None else f", batch of the {describe_samples(arrived.named)}"
+            failure = RuntimeError(f"step {step}, micro-step {index}{batch_of}: {type(error).__name__}: {error}")
             failure.__cause__ = error
         self._together(
             Status.OK if failure is None else Status.FAILED, failure, np.empty(0, np.int64), "prepared", step
         )
         assert ready is not None
         return ready
+
+    def _exchange(
+        self, drawn: list[DrawnSample], lengths: StepLengths, plan: MicroStepPlan, step: int, tags: Tags | None
+    ) -> list[torch.Tensor]:
+        """The parcels of this rank's batch."""
+        setup, start = self._setup, time.perf_counter()
+        how: dict[str, Any] = {"method": setup.parcel_method, "topology": setup.topology, "tags": tags}
+        with setup.liveness.guard("exchange raw items", step=step), record_function("orch.exchange.raw"):
+            parcels = exchange_step_parcels(drawn, lengths, plan, setup.rank, setup.parcels, **how)
+        self._report.exchange_ms.append(1e3 * (time.perf_counter() - start))
+        return parcels
 
     def _micro_step(
         self, lengths: StepLengths, stages: dict[str, Any], samples: tuple[Named, ...], step: int, index: int

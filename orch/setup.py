@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from orch import __version__
+from orch.alike import check_alike
 from orch.comm.all_to_all import METHODS
 from orch.comm.groups import Group, get_rank, get_world_size, new_cpu_group, new_node_groups
 from orch.comm.hosts import discover_topology
@@ -27,6 +28,7 @@ from orch.engine import EngineInfo, read_engine
 from orch.micro_step import instrument_model
 from orch.prepare import Collate
 from orch.stages import EncoderAdapter, Stage, stages_in
+from orch.tags import is_debugging
 
 EXCHANGE_METHODS = ("auto", *METHODS)
 
@@ -50,6 +52,7 @@ class Setup:
         exchange_method: "auto", "flat", "node_wise" or "all_gather".
         device: Where the model is.
         liveness: This rank's heartbeat and its view of the others.
+        debug: Whether ids travel with what moves (`ORCH_DEBUG=1`).
     """
 
     engine: EngineInfo
@@ -66,6 +69,7 @@ class Setup:
     exchange_method: str
     device: torch.device
     liveness: Liveness
+    debug: bool = False
 
     @property
     def parcel_method(self) -> str:
@@ -121,8 +125,26 @@ def make_setup(
     num_ranks = get_world_size(info.group)
     if topology is not None and topology.num_ranks != num_ranks:
         raise ValueError(f"`topology` must have {num_ranks} ranks, but has {topology.num_ranks} instead.")
-    integers = new_cpu_group(info.group, timeout_s=timeout_s)
-    topology = topology or discover_topology(integers)
+    choices = {
+        "version": __version__,
+        "stages": {name: type(stage.adapter).__name__ for name, stage in stages.items()},
+        "layout": layout,
+        "balance": balance,
+        "dispatcher": dispatcher,
+        "accumulate": accumulate,
+        "topology": topology,
+        "max_tokens": max_tokens,
+        "costs": costs,
+        "exchange": exchange,
+        "debug": is_debugging(),
+    }
+    liveness = _heartbeat(timeout_s)
+    with liveness.guard("set up"):
+        integers = new_cpu_group(info.group, timeout_s=timeout_s)
+        check_alike(choices, integers)
+        topology = topology or discover_topology(integers)
+        parcels = _with_hops(integers, topology, exchange, timeout_s)
+        rows = _with_hops(_rows_group(info.group, timeout_s), topology, exchange, timeout_s)
     return Setup(
         engine=info,
         stages=stages,
@@ -133,11 +155,12 @@ def make_setup(
         collate=collate_fn or backbone.collator_for(info.model, layout),
         placeholders={name: backbone.placeholder_ids(info.model, stage.adapter) for name, stage in stages.items()},
         integers=integers,
-        parcels=_with_hops(integers, topology, exchange, timeout_s),
-        rows=_with_hops(_rows_group(info.group, timeout_s), topology, exchange, timeout_s),
+        parcels=parcels,
+        rows=rows,
         exchange_method=exchange,
         device=next(info.model.parameters()).device,
-        liveness=_heartbeat(timeout_s),
+        liveness=liveness,
+        debug=is_debugging(),
     )
 
 

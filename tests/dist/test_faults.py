@@ -2,146 +2,29 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-import orch
-from orch import odb, setup
-from orch.comm.liveness import Liveness, LivenessConfig
+from tests.faults import (
+    AT, BLAMED, KINDS, LIMIT_S, PHASES, QUICK, STEP, Samples,
+    check_no_worker_is_left, fail, hang, interrupt, kill, outcomes_of, run_out_of_memory, stop, told, train,
+)  # fmt: skip
 from tests.omni import make_sample, small_model
 from tests.ranks import run_ranks
 
-LIMIT_S = 60
-BLAMED = 1
-STEP = 2
-QUICK = LivenessConfig(interval_s=0.25, suspect_after_s=2.0, lost_after_s=3.0, end_after_s=3.0)
-KINDS = [{"grids": [(4, 4)]}, {"frames": [15]}, {}, {"grids": [(2, 2)], "frames": [9]}]
 
-
-class Samples:
-    """A dataset of small samples; at one of them something happens."""
-
-    def __init__(self, num_samples=96, fault=None, at=None):
-        self.config = small_model(torch.float32, staged=False).config
-        self.num_samples, self.fault, self.at = num_samples, fault, at
-
-    def __len__(self):
-        return self.num_samples
-
-    def __getitem__(self, index):
-        if index == self.at and not _is_probing():
-            self.fault()
-        return make_sample(self.config, index, num_text=8, **KINDS[index % 4])
-
-
-def _is_probing():
-    """A length is asked for before training, in the main process; faults here are to strike while training."""
-    return sys._getframe(4).f_code.co_name == "probe_lengths"
-
-
-def kill():
-    time.sleep(4 * QUICK.interval_s)  # Real steps last longer than a beat, which says what a rank does.
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def stop():
-    time.sleep(4 * QUICK.interval_s)
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
-def fail():
-    raise ArithmeticError("struck")
-
-
-def interrupt():
-    signal.raise_signal(signal.SIGINT)
-
-
-def hang():
-    time.sleep(10 * LIMIT_S)
-
-
-def train(dataset=None, strike=None, timeout_s=30, collate_fn=None, folder=None, liveness=QUICK, **options):
-    """Trains; on the blamed rank, `strike(model)` is called before a step, and may hook into the model."""
-    if liveness is not None:
-        setup._heartbeat = lambda _: Liveness.start(liveness)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    model = small_model(torch.float32)
-    ddp = torch.nn.parallel.DistributedDataParallel(model)
-    options = {"token_budget": 100, "layout": "packed", "buffer_size": 8, **options}
-    if options.get("num_workers"):
-        options["worker_init_fn"] = _note_worker(folder)
-    loader = odb.ODBDataLoader(dataset or Samples(), **options)
-    batches = orch.orchestrate(loader, ddp, timeout_s=timeout_s, collate_fn=collate_fn)
-    step = 0
-    for step, batch in enumerate(batches):
-        if strike is not None and dist.get_rank() == BLAMED and step == STEP:
-            strike(model)
-        ddp(**batch).loss.backward()
-    return step
-
-
-def _note_worker(folder):
-    """Leaves the worker's id in a file, and takes it out of reach of the launcher, which ends what ranks started."""
-
-    def note(_):
-        if folder is not None:
-            (Path(folder) / str(os.getpid())).touch()
-            os.setpgid(0, 0)
-
-    return note
-
-
-def check_no_worker_is_left(folder, limit_s=15):
-    workers = [int(path.name) for path in Path(folder).iterdir()]
-    assert workers
-    deadline = time.monotonic() + limit_s
-    while left := [pid for pid in workers if _is_alive(pid)]:
-        if time.monotonic() > deadline:
-            for pid in left:
-                os.kill(pid, signal.SIGKILL)
-        assert time.monotonic() < deadline, f"workers {left} are left"
-        time.sleep(0.2)
-
-
-def _is_alive(pid):
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    return False
-
-
-def outcomes_of(num_ranks=2, **options):
-    """How each rank ended: none may hang. Returns (rank to blame, others)."""
-    outcomes = run_ranks(lambda: train(**options), num_ranks, expect_failure=True, timeout_s=LIMIT_S)
-    others = [outcome for outcome in outcomes if outcome.rank != BLAMED]
-    assert all(outcome.failed and not outcome.hung for outcome in others), others
-    return outcomes[BLAMED], others
-
-
-def told(outcome):
-    return outcome.traceback + outcome.stderr
-
-
-AT = {
-    "between batches": lambda fate: lambda model: fate(),
-    "in an encoder": lambda fate: lambda model: model.model.visual.blocks[0].register_forward_hook(lambda *_: fate()),
-    "in the LLM": lambda fate: lambda model: _last_layer(model).register_forward_hook(lambda *_: fate()),
-    "in the backward": lambda fate: lambda model: _last_layer(model).register_full_backward_hook(lambda *_: fate()),
-}
-
-
-def _last_layer(model):
-    return model.model.language_model.layers[-1]
+@pytest.fixture(scope="module", autouse=True)
+def _imported():
+    """Forked ranks start quickly if the model's modules are here already."""
+    small_model(torch.float32)
 
 
 def test_without_a_fault_all_ranks_train(tmp_path):
@@ -161,14 +44,48 @@ def test_a_killed_rank(moment, num_ranks, tmp_path):
         check_no_worker_is_left(tmp_path)
 
 
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_rank_killed_in_any_phase(phase):
+    strike, doing = PHASES[phase]
+    killed, (other,) = outcomes_of(strike=strike(kill))
+    assert killed.exit_code == -signal.SIGKILL
+    assert re.search(r"rank 0 waited in .*step \d, .*but rank 1 is lost", told(other))
+    assert re.search(rf"rank 1 has been silent for .*last in: .*\bstep \d, {doing}\b", told(other))
+
+
 @pytest.mark.parametrize("moment", ["in an encoder", "in the LLM", "in the backward"])
 def test_an_exception_in_a_ranks_model_or_loop(moment):
-    failed, others = outcomes_of(strike=AT[moment](fail))
-    assert "ArithmeticError: struck" in failed.traceback
+    fate, said = (run_out_of_memory, "OutOfMemoryError: CUDA") if moment == "in an encoder" else (fail, "Arithmetic")
+    failed, others = outcomes_of(strike=AT[moment](fate))
+    assert said in failed.traceback
     where = f"step {STEP}, stage vision, encode" if moment == "in an encoder" else f"step {STEP}, train on samples 's"
     for outcome in others:
         assert f"rank 1 failed in {where}" in told(outcome)
-        assert "ArithmeticError: struck" in told(outcome)
+        assert said in told(outcome)
+
+
+def test_a_rank_whose_model_skips_a_stage():
+    def skip(model):
+        model.model.get_image_features = lambda *_, **__: None
+
+    skipping, others = outcomes_of(strike=skip)
+    for outcome in (skipping, *others):
+        assert re.search(r"step \d: the model's forward did not use .*: stages \['vision'\]", told(outcome), re.I)
+    assert "rank 1 failed in step" in told(others[0])
+
+
+@pytest.mark.parametrize("num_skipping", [1, 2])
+def test_ranks_whose_loop_skips_a_batch(num_skipping):
+    outcomes = run_ranks(lambda: train(skipping=range(2)[-num_skipping:]), 2, expect_failure=True, timeout_s=LIMIT_S)
+    if num_skipping == 2:
+        assert not any(outcome.failed for outcome in outcomes), outcomes
+        return
+    other, skipping = outcomes
+    said = f"Rank 1 did not run the model on its batch of step {STEP}, micro-step 0"
+    assert said in skipping.traceback
+    assert re.search(rf"rank 1 failed in step {STEP}, skip a batch.*: RuntimeError: {said}", told(other))
+    assert re.search(rf"rank 0 wait.* in step {STEP}, ", told(other))
+    assert max(outcome.seconds for outcome in outcomes) < QUICK.lost_after_s + 30
 
 
 def test_an_interrupted_rank_ends_the_others():
@@ -251,7 +168,7 @@ class Unplaced(Samples):
 
 PROGRAM = """
 import sys, torch.distributed as dist
-from tests.dist import test_faults as faults
+from tests import faults
 
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)

@@ -177,10 +177,15 @@ def test_background_threads_are_spoken_of_but_are_no_progress():
     assert liveness.doing == "step 1, train; in the background step 2, gather"
     assert liveness._since == since
 
+    autograd = threading.Thread(target=lambda: liveness.note("exchange gradients", step=1, training=True))
+    autograd.start()
+    autograd.join()
+    assert liveness.doing == "step 1, exchange gradients; in the background step 2, gather"
+
 
 def test_guard_lets_other_errors_pass():
     liveness = Liveness.start(QUICK)
-    for error in (ValueError("x"), RankFailedError(3, "no")):
+    for error in (ValueError("x"), RankFailedError(3, "no"), torch.OutOfMemoryError("x")):
         with pytest.raises(type(error)), liveness.guard("gather"):
             raise error
 

@@ -1,5 +1,6 @@
 """The orchestrated loader among ranks: collectives, several loaders, early ends, uneven ends, agreement."""
 
+import sys
 from itertools import chain
 
 import pytest
@@ -7,11 +8,17 @@ import torch
 import torch.distributed as dist
 
 import orch
-from orch import odb
+from orch import odb, setup
 from orch.comm.collective_log import CollectiveLog
 from orch.comm.topology import Topology
 from tests.omni import make_sample, small_model
 from tests.ranks import run_ranks
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _imported():
+    """Forked ranks start quickly if the model's modules are here already."""
+    small_model(torch.float32)
 
 
 class Groups:
@@ -92,8 +99,8 @@ def test_rows_of_a_stage_travel_while_the_next_one_computes():
 
 def test_preparing_a_micro_step_takes_one_raw_exchange():
     def run():
+        _, _, _, loader = make(balance="post", prefetch=0)
         with CollectiveLog() as log:
-            _, _, _, loader = make(balance="post", prefetch=0)
             list(loader)
         return [entry.label for entry in log.entries]
 
@@ -241,19 +248,44 @@ def test_two_runs_are_bit_identical():
     assert len(set(first[0])) == 3
 
 
-@pytest.mark.parametrize(
-    ("different", "message"),
-    [({"balance": ["post", "none"]}, "must be set up alike on all ranks, but ranks \\[1\\] differ from rank 0")],
-)
-def test_ranks_that_are_set_up_differently_are_told_so(different, message):
-    def run():
-        choice = {key: values[dist.get_rank()] for key, values in different.items()}
-        _, _, _, loader = make(**choice)
-        with pytest.raises(ValueError, match=message):
-            list(loader)
-        return True
+def _one_stage(monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "small_model", _small_model_of_one_stage)
 
-    assert run_ranks(run, 2) == [True, True]
+
+def _small_model_of_one_stage(dtype):
+    model = small_model_of_two_stages(dtype, staged=False)
+    orch.stage(model.model.visual, "vision")
+    return model
+
+
+small_model_of_two_stages = small_model
+DIFFERENT = {
+    "balance": lambda monkeypatch: {"balance": "none"},
+    "token cap": lambda monkeypatch: {"max_tokens": 500},
+    "number of stages": _one_stage,
+    "code version": lambda monkeypatch: monkeypatch.setattr(setup, "__version__", "0.0.9"),
+    "accumulation": lambda monkeypatch: {"accumulate": 2},
+    "exchange": lambda monkeypatch: {"exchange": "node_wise"},
+    "topology": lambda monkeypatch: {"topology": None},
+}
+
+
+def test_ranks_that_are_set_up_differently_are_told_so():
+    def run():
+        said = {}
+        for name, choose in DIFFERENT.items():
+            with pytest.MonkeyPatch.context() as monkeypatch:
+                choice = choose(monkeypatch) if dist.get_rank() == 1 else {}
+                with pytest.raises(ValueError, match="must be set up alike on all ranks") as caught:
+                    make(**(choice or {}))
+                said[name] = str(caught.value)
+        return said
+
+    first, second = run_ranks(run, 2)
+    assert first == second
+    assert "but rank 1 has max_tokens=500 where rank 0 has max_tokens=None instead" in first["token cap"]
+    assert "but rank 1 has version='0.0.9' where rank 0 has version=" in first["code version"]
+    assert "but rank 1 has stages={'vision': 'QwenOmniVisionAdapter'} where rank 0 has" in first["number of stages"]
 
 
 def test_a_rank_that_stops_alone_ends_the_others_with_its_name():

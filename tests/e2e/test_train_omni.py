@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.ranks import run_ranks
+
 ROOT = Path(__file__).parents[2]
 FIGURES = {"mean", "max"}
 KEYS = {
@@ -109,6 +111,23 @@ def test_zero2_with_accumulation_and_padding(tmp_path):
     assert len(report["loss"]) == 4
     assert report["loss"][-1] < report["loss"][0]
     assert report["samples_trained"] == report["samples_unique"] > 0
+
+
+def test_a_stopped_run_is_resumed(tmp_path):
+    """The second run ends the first one's epoch, then trains another; both together are as one run."""
+
+    def run():
+        import train_omni
+
+        options = "--samples 30 --max-pixels 12544 --token-budget 192 --num-workers 0 --accumulate 2 --epochs 2"
+        parser, folder = train_omni.make_parser(""), str(tmp_path / "saved")
+        runs = [], ["--steps", "2", "--save", folder], ["--resume", folder]
+        return [train_omni.train(parser.parse_args([*options.split(), *more])) for more in runs]
+
+    for whole, stopped, resumed in run_ranks(run, 2, timeout_s=100):
+        assert len(stopped["loss"]) == 2 < len(whole["loss"]) - 2
+        assert stopped["loss"] + resumed["loss"] == pytest.approx(whole["loss"], rel=1e-6)
+        assert stopped["samples_trained"] + resumed["samples_trained"] == whole["samples_trained"] == 60
 
 
 def test_every_record_of_the_demo_is_trained_once_and_balanced(orch_data, tmp_path):
