@@ -123,8 +123,7 @@ class _Loads:
             largest += float(cost.loads(sizes[items], ranks, num_ranks).max())
             mean += own_mean
             least += max(own_mean, float(cost.loads(sizes[items[:num_own]], alone, num_own).max(initial=0)))
-        drawn_bin = lengths.home * lengths.num_micro_steps + lengths.micro_step
-        drawn = stage.cost_model.loads(sizes, drawn_bin[sample], num_ranks * lengths.num_micro_steps)
+        drawn = stage.cost_model.loads(sizes, lengths.drawn_bin[sample], num_ranks * lengths.num_micro_steps)
         drawn = drawn.reshape(num_ranks, lengths.num_micro_steps)
         return cls(imbalance(drawn), largest / mean if mean else 1.0, least / mean if mean else 1.0)
 
