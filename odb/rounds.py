@@ -145,10 +145,14 @@ class RoundContext:
         batches = self.build(groups)
         local = [counts_of(group) for group in groups]
         totals = gather_totals(self.peers, local)
-        rank_of_ordinal = [rank for ranks in self.resumed.ranks for rank in ranks]
-        ranks = tuple(tuple(rank_of_ordinal[entry.ordinal] for entry in group) for group in groups)
-        record = replace(self.resumed, groups=_indices(groups), ranks=ranks if rank_of_ordinal else ())
+        record = replace(self.resumed, groups=_indices(groups), ranks=self._resumed_ranks(groups))
         return [MicroStep(batches[i], local[i], totals[i], record, i) for i in range(len(groups))]
+
+    def _resumed_ranks(self, groups: Sequence[list[Entry]]) -> Ranks:
+        if self.resumed is None or not self.resumed.ranks:
+            return ()
+        rank_of_ordinal = [rank for ranks in self.resumed.ranks for rank in ranks]
+        return tuple(tuple(rank_of_ordinal[entry.ordinal] for entry in group) for group in groups)
 
 
 @dataclass(slots=True, eq=False)
