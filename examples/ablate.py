@@ -51,7 +51,7 @@ class Recorded:
 
 
 def record(args: Namespace, tokenizer: Any, config: Any) -> list[Samples]:
-    """The first groups that the loader forms on this rank."""
+    """What this rank has at hand of the first groups that the loader forms."""
     loader = odb.ODBDataLoader(
         make_dataset(args, tokenizer, config),
         token_budget=args.token_budget,
@@ -60,7 +60,7 @@ def record(args: Namespace, tokenizer: Any, config: Any) -> list[Samples]:
         shuffle=True,
         seed=args.seed,
     )
-    groups = list(islice(loader.groups(), args.steps))
+    groups = list(islice(loader.groups(loader.grouping), args.steps))
     loader.close()
     return groups
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,18 @@ from orch.odb.peers import Peers
 from orch.odb.rounds import MicroStep
 from orch.odb.state import RoundRecord
 from orch.odb.step_info import LossScaling, in_steps, put_step_info, step_infos
+
+
+class Group(list[Any]):
+    """The samples that a rank has at hand for one micro-step, some of them for other ranks' groups.
+
+    Attributes:
+        ranks: The rank whose group each of them is in.
+    """
+
+    def __init__(self, samples: Iterable[Any], ranks: Sequence[int]) -> None:
+        super().__init__(samples)
+        self.ranks = ranks
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,7 +60,12 @@ class SampleBuilder:
     def deliver(self, rounds: Iterator[list[MicroStep]]) -> Iterator[list[Delivery]]:
         """The micro-steps of each round."""
         for micro_steps in rounds:
-            yield [Delivery(step.batch, step.record, step.place) for step in micro_steps]
+            yield [Delivery(_with_ranks(step), step.record, step.place) for step in micro_steps]
+
+
+def _with_ranks(step: MicroStep) -> list[Any]:
+    ranks = step.record.ranks
+    return Group(step.batch, ranks[step.place]) if ranks else step.batch
 
 
 @dataclass(slots=True)

@@ -15,7 +15,7 @@ from scipy.optimize import linear_sum_assignment
 
 from orch.comm.topology import IntArray, Topology
 from orch.odb.budget import TokenBudget
-from orch.odb.grouping import Groups, form_groups, split_groups
+from orch.odb.grouping import Groups, form_groups, split_groups, spread
 from orch.odb.padded_steps import densest_groups, mixed_steps, most_even_steps
 
 MAX_ROUNDS_WAITED = 8
@@ -120,9 +120,17 @@ class GlobalWindow:
         return full + [left[group] for group in form_groups(self.length[left], self.budget)]
 
     def _even_groups(self) -> Groups:
-        """Everything in as few steps as possible, under the smallest budget that needs no more of them."""
+        """Everything in as few steps as possible.
+
+        Packed: each group with its share of long and short samples, where the budget allows this. Otherwise under the
+        smallest budget that needs no more steps.
+        """
         num_ranks = self.topology.num_ranks
         num_steps = -(-len(form_groups(self.length, self.budget)) // num_ranks)
+        if self.budget.layout == "packed":
+            groups = spread(self.length, num_steps * num_ranks)
+            if all(self._keeps_budget(group) for group in groups):
+                return groups
         low, high = min(int(self.length.max()), self.budget.max_tokens), self.budget.max_tokens
         while low < high:
             middle = (low + high) // 2
@@ -193,6 +201,11 @@ class GlobalWindow:
         group_of_rank = dict(zip(ranks.tolist(), rows.tolist(), strict=True))
         nothing = np.empty(0, dtype=np.int64)
         return [groups[group_of_rank[rank]] if rank in group_of_rank else nothing for rank in range(num_ranks)]
+
+    def _keeps_budget(self, group: IntArray) -> bool:
+        most = self.budget.max_samples
+        fits = self._cost(group) <= self.budget.max_tokens and (most is None or len(group) <= most)
+        return fits or len(group) == 1
 
     def _cost(self, group: IntArray) -> int:
         return self.budget.tokens(self.length[group])

@@ -17,6 +17,7 @@ from orch.odb.global_grouping import FIELDS, GlobalWindow
 from orch.odb.grouping import Groups
 from orch.odb.packing import pack_samples
 from orch.odb.rounds import MicroStep, RoundContext, raise_if_stopped
+from orch.odb.state import Ranks
 from orch.odb.step_info import GroupCounts
 
 NO_INDEX = -1
@@ -30,7 +31,7 @@ class GlobalRounds:
         context: Samples, ranks and what to make of groups. Without `join`, a last step with fewer samples than ranks
             is left out.
         window: The numbers of all ranks' samples.
-        exchanges: Move samples to the rank of their group; False hands out each rank's own part of a step.
+        exchanges: Move samples to the rank of their group; False hands out those that a rank has of each step.
         num_rounds: Rounds so far, of the whole epoch.
         num_dropped: Samples not handed out, without `join`.
     """
@@ -68,7 +69,7 @@ class GlobalRounds:
     def _fill(self) -> list[Entry]:
         buffer = self.context.buffer
         new = buffer.fill(self.num_rounds)
-        if not self.exchanges or self.context.peers.num_ranks == 1:
+        if self.context.peers.num_ranks == 1:
             return new
         packed = [_packed(entry) for entry in new]
         buffer.entries.update({entry.ordinal: entry for entry in packed})
@@ -95,12 +96,12 @@ class GlobalRounds:
 
     def _micro_steps(self, steps: list[Groups]) -> list[MicroStep]:
         totals = [self._total(step) for step in steps]
-        groups = self._moved(steps) if self.exchanges else self._at_home(steps)
+        groups, ranks = (self._moved(steps), ()) if self.exchanges else self._at_home(steps)
         self.window.remove(steps)
         batches = self.context.build(groups)
         self.context.peers.gather([])
         self.num_rounds += 1
-        return self.context.micro_steps(groups, batches, totals, self.num_rounds)
+        return self.context.micro_steps(groups, batches, totals, self.num_rounds, ranks)
 
     def _total(self, step: Groups) -> GroupCounts:
         everyone = np.concatenate(step)
@@ -109,27 +110,32 @@ class GlobalRounds:
             len(everyone), int(window.num_label_tokens[everyone].sum()), int(window.length[everyone].sum())
         )
 
-    def _at_home(self, steps: list[Groups]) -> list[list[Entry]]:
-        """This rank's samples of each step, whichever rank's group they are in."""
-        groups = []
+    def _at_home(self, steps: list[Groups]) -> tuple[list[list[Entry]], Ranks]:
+        """This rank's samples of each step, whichever rank's group they are in, and which that is."""
+        groups, ranks, group_rank = [], [], self._group_rank(steps)
         for step in steps:
             everyone = np.sort(np.concatenate(step))
             here = everyone[self.window.rank[everyone] == self.context.peers.rank]
             groups.append(self.context.buffer.pop(self.window.ordinal[here]))
-        return groups
+            ranks.append(tuple(group_rank[here].tolist()))
+        return groups, tuple(ranks)
 
     def _moved(self, steps: list[Groups]) -> list[list[Entry]]:
         """This rank's group of each step, after the samples of all steps have moved."""
-        window, rank = self.window, self.context.peers.rank
-        target = np.full(len(window), -1, dtype=np.int64)
-        for step in steps:
-            for to_rank, group in enumerate(step):
-                target[group] = to_rank
+        window, rank, target = self.window, self.context.peers.rank, self._group_rank(steps)
         moving = np.flatnonzero((target >= 0) & (target != window.rank))
         moving = moving[np.lexsort((window.ordinal[moving], window.rank[moving]))]
         arrived = self._exchange(moving, target[moving])
         mine = [group for step in steps for group in [step[rank]]]
         return [[arrived.get(i) or self.context.buffer.pop([window.ordinal[i]])[0] for i in g.tolist()] for g in mine]
+
+    def _group_rank(self, steps: list[Groups]) -> IntArray:
+        """The rank whose group each sample of the window is in, -1 for none: int64[N]."""
+        group_rank = np.full(len(self.window), -1, dtype=np.int64)
+        for step in steps:
+            for rank, group in enumerate(step):
+                group_rank[group] = rank
+        return group_rank
 
     def _exchange(self, moving: IntArray, target: IntArray) -> dict[int, Entry]:
         """Sends and receives; returns what arrived here, by its position in the window."""

@@ -74,6 +74,18 @@ def _dealt(lengths: IntArray, budget: TokenBudget) -> Groups:
     return dealt + (_best_fit(lengths, by_length, budget) if len(rest) else [])
 
 
+def spread(lengths: IntArray, num_groups: int) -> Groups:
+    """Deals all samples to groups of nearly as many tokens, each with its share of long and short ones (LPT)."""
+    groups: list[list[int]] = [[] for _ in range(num_groups)]
+    loads = [(0, group) for group in range(num_groups)]
+    descending = np.argsort(-lengths, kind="stable")
+    for position, length in zip(descending.tolist(), lengths[descending].tolist(), strict=True):
+        load, group = loads[0]
+        groups[group].append(position)
+        heapreplace(loads, (load + length, group))
+    return [np.sort(np.array(group, dtype=np.int64)) for group in groups if group]
+
+
 def _padded_runs(lengths: IntArray, descending: IntArray, budget: TokenBudget) -> Groups:
     groups, start = [], 0
     while start < len(descending):

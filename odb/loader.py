@@ -54,8 +54,8 @@ class ODBDataLoader:
         length_fn: Length of a processed sample; by default the number of its `input_ids`. Runs in the workers.
         layout: What a batch costs: "padded" (samples times longest) or "packed" (sum).
         loss_scaling: "exact" weights by label tokens over all ranks and micro-steps; "none" does not.
-        grouping: "global" groups over the samples of all ranks, which travel to the rank of their group; "local" has
-            each rank group its own.
+        grouping: "global" groups over the samples of all ranks, which travel to the rank of their group (if
+            orchestrated, straight to where they run); "local" has each rank group its own.
         mixes_lengths: With padded global grouping, give each step long and short groups, at 1-5 % more waiting.
         join: Hand out every sample, ranks that run out idling. False stops all together once the first has handed out
             its quota, all samples of its own (with global grouping: once there are fewer samples than ranks).
@@ -193,9 +193,9 @@ class ODBDataLoader:
         """Yields this rank's groups as lists of samples, `[]` for IDLE; equally many on every rank.
 
         Args:
-            grouping: "local" yields groups within the budget. "global" yields, for each micro-step, the samples of all
-                ranks' groups that this rank has at hand: it is for who moves them afterwards, since only after that
-                does each rank keep the budget.
+            grouping: "local" yields groups within the budget. "global" yields, for each micro-step, what this rank has
+                at hand of all ranks' groups; `ranks` of that list says in whose group each sample is. Moved there, they
+                are the groups, within the budget, that iterating with global grouping gives.
         """
         return self._start(SampleBuilder(), grouping, exchanges=False)
 
@@ -245,8 +245,9 @@ class ODBDataLoader:
 
     def _start(self, builder: BatchBuilder | SampleBuilder, grouping: Grouping, *, exchanges: bool) -> LoaderIterator:
         self.close()
-        begin, self._resumed = self._resumed or RoundRecord(self.epoch), None
-        self.epoch = begin.epoch + 1
+        begin = self._resumed or RoundRecord(self.epoch)
+        begin.check_way(is_exchanged=exchanges or grouping == "local")
+        self.epoch, self._resumed = begin.epoch + 1, None
         run, stop = self._feed.start(begin), threading.Event()
         self.skipped, self._position = run.skipped, begin
         buffer = SampleBuffer(run, self.window_size, longer_than=self.token_budget)

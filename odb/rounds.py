@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,7 +16,7 @@ from orch.odb.buffer import SampleBuffer
 from orch.odb.errors import SampleFailure
 from orch.odb.feed import Entry, SampleError
 from orch.odb.peers import Peers
-from orch.odb.state import RoundRecord
+from orch.odb.state import Ranks, RoundRecord
 from orch.odb.step_info import GroupCounts
 from orch.odb.window import GroupingWindow
 
@@ -102,27 +102,36 @@ class RoundContext:
         """The drawn order of a round's micro-steps, the same on all ranks."""
         return np.random.default_rng([*self.seeds, num_rounds]).permutation(num_steps).tolist()
 
-    def record(self, groups: Sequence[list[Entry]], num_rounds: int) -> RoundRecord:
+    def record(self, groups: Sequence[list[Entry]], num_rounds: int, ranks: Ranks = ()) -> RoundRecord:
         """What is needed to go on within or behind this round."""
         held, unread = self.buffer.entries.values(), self.buffer.unread_again
         return RoundRecord(
             epoch=self.epoch,
             num_consumed=self.buffer.num_consumed,
             num_rounds=num_rounds,
-            groups=tuple(tuple(entry.index for entry in group) for group in groups),
+            groups=_indices(groups),
+            ranks=ranks,
             held=(*(entry.index for entry in held), *unread),
             rounds_waited=(*(num_rounds - entry.first_round for entry in held), *[0] * len(unread)),
         )
 
     def micro_steps(
-        self, groups: Sequence[list[Entry]], batches: Sequence[Any], totals: Sequence[GroupCounts], num_rounds: int
+        self,
+        groups: Sequence[list[Entry]],
+        batches: Sequence[Any],
+        totals: Sequence[GroupCounts],
+        num_rounds: int,
+        ranks: Ranks = (),
     ) -> list[MicroStep]:
-        """Puts a round together."""
-        record = self.record(groups, num_rounds)
+        """Puts a round together; `ranks` as in `RoundRecord`."""
+        record = self.record(groups, num_rounds, ranks)
         return [MicroStep(batches[i], counts_of(groups[i]), totals[i], record, i) for i in range(len(groups))]
 
     def resumed_round(self) -> list[MicroStep]:
-        """What was left of the round in which the epoch was interrupted: groups that were planned, read again."""
+        """What was left of the round in which the epoch was interrupted: groups that were planned, read again.
+
+        A sample that is skipped this time is no longer part of them.
+        """
         if self.resumed is None or not self.resumed.groups:
             return []
         ends = np.cumsum([len(group) for group in self.resumed.groups]).tolist()
@@ -136,7 +145,14 @@ class RoundContext:
         batches = self.build(groups)
         local = [counts_of(group) for group in groups]
         totals = gather_totals(self.peers, local)
-        return [MicroStep(batches[i], local[i], totals[i], self.resumed, i) for i in range(len(groups))]
+        record = replace(self.resumed, groups=_indices(groups), ranks=self._resumed_ranks(groups))
+        return [MicroStep(batches[i], local[i], totals[i], record, i) for i in range(len(groups))]
+
+    def _resumed_ranks(self, groups: Sequence[list[Entry]]) -> Ranks:
+        if self.resumed is None or not self.resumed.ranks:
+            return ()
+        rank_of_ordinal = [rank for ranks in self.resumed.ranks for rank in ranks]
+        return tuple(tuple(rank_of_ordinal[entry.ordinal] for entry in group) for group in groups)
 
 
 @dataclass(slots=True, eq=False)
@@ -218,6 +234,10 @@ def raise_if_stopped(rank: int, stopped: Sequence[int]) -> None:
             f"Rank {list(stopped).index(1)} stopped iterating while rank {rank} went on; all ranks must take the same "
             "number of batches."
         )
+
+
+def _indices(groups: Sequence[list[Entry]]) -> tuple[tuple[Any, ...], ...]:
+    return tuple(tuple(entry.index for entry in group) for group in groups)
 
 
 def counts_of(group: Sequence[Entry]) -> GroupCounts:

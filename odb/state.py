@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-STATE_VERSION = 1
+STATE_VERSION = 2
+Ranks = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +18,8 @@ class RoundRecord:
         epoch: Number of the epoch.
         num_consumed: Samples of this rank's order that were read into the window.
         num_rounds: Rounds so far, this one included.
-        groups: The samples of each of the round's groups.
+        groups: The samples that this rank has for each of the round's micro-steps.
+        ranks: The rank whose group each of them is in; () where all are in this rank's.
         held: Samples that were left in the window, in order.
         rounds_waited: For how many rounds each of them.
     """
@@ -26,12 +28,21 @@ class RoundRecord:
     num_consumed: int = 0
     num_rounds: int = 0
     groups: tuple[tuple[Any, ...], ...] = ()
+    ranks: Ranks = ()
     held: tuple[Any, ...] = ()
     rounds_waited: tuple[int, ...] = ()
 
     def after(self, num_taken: int) -> RoundRecord:
         """The same with the first `num_taken` groups handed out."""
-        return replace(self, groups=self.groups[num_taken:])
+        return replace(self, groups=self.groups[num_taken:], ranks=self.ranks[num_taken:])
+
+    def check_way(self, *, is_exchanged: bool) -> None:
+        """Raises a `ValueError` if samples that lie outside their groups were to be handed out as groups."""
+        if self.ranks and is_exchanged:
+            raise ValueError(
+                "A loader that was saved while orchestrated must go on orchestrated, or in `groups('global')`, "
+                "but is iterated by itself instead."
+            )
 
     @property
     def indices(self) -> list[Any]:
@@ -52,6 +63,7 @@ class RoundRecord:
             "num_consumed": self.num_consumed,
             "num_rounds": self.num_rounds,
             "groups": [list(group) for group in self.groups],
+            "ranks": [list(ranks) for ranks in self.ranks],
             "held": list(self.held),
             "rounds_waited": list(self.rounds_waited),
         }
@@ -73,6 +85,7 @@ class RoundRecord:
             num_consumed=int(state["num_consumed"]),
             num_rounds=int(state["num_rounds"]),
             groups=tuple(tuple(group) for group in state["groups"]),
+            ranks=tuple(tuple(ranks) for ranks in state["ranks"]),
             held=tuple(state["held"]),
             rounds_waited=tuple(state["rounds_waited"]),
         )

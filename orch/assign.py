@@ -59,8 +59,8 @@ class Assigner:
             if lengths.num_micro_steps > 1:
                 yield self._with_encoders(*self._deal_samples_over_micro_steps(weights))
             yield self._with_encoders(self._deal_samples_in_micro_steps(weights), lengths.micro_step)
-        encode = {name: lengths.home[items.sample] for name, items in lengths.stages.items()}
-        yield Assignment(lengths.home, lengths.micro_step, encode)
+        encode = {name: lengths.group_rank[items.sample] for name, items in lengths.stages.items()}
+        yield Assignment(lengths.group_rank, lengths.micro_step, encode)
 
     def _deal_samples_over_micro_steps(self, weights: SampleWeights) -> tuple[IntArray, IntArray]:
         """The rank and the micro-step of each sample: int64[N] each."""
@@ -93,6 +93,7 @@ class Assigner:
             move_bytes=weights.move_bytes[chosen],
             target=weights.target[chosen] * bins_per_rank + micro_step,
             target_bytes=weights.target_bytes[chosen],
+            group_bin=self.lengths.group_rank[chosen] * bins_per_rank + micro_step,
         )
         return self._dispatch(problem, llm)
 
@@ -101,31 +102,31 @@ class Assigner:
 
         A preview leaves alone the stages whose dispatcher does not look at where samples go.
         """
-        encode = {}
-        for name, items in self.lengths.stages.items():
+        encode, lengths = {}, self.lengths
+        start = {"pre": llm_rank, "llm": lengths.group_rank, "post": lengths.home}[self.config.mode]
+        for name, items in lengths.stages.items():
             stage = self.config.stage(name)
-            encode[name] = (llm_rank if self.config.mode == "pre" else self.lengths.home)[items.sample]
+            encode[name] = start[items.sample]
             if self.config.mode == "post" and not (preview and stage.dispatcher_name != "local"):
-                for value in range(self.lengths.num_micro_steps):
+                for value in range(lengths.num_micro_steps):
                     chosen = np.flatnonzero(micro_step[items.sample] == value)
-                    problem = self._items(name, items, chosen, encode[name], llm_rank[items.sample])
+                    problem = self._items(name, items, chosen, llm_rank)
                     encode[name][chosen] = self._dispatch(replace(problem, rough=preview), stage)
         return Assignment(llm_rank, micro_step, encode)
 
-    def _items(
-        self, name: str, items: ItemLengths, chosen: IntArray, home: IntArray, target: IntArray
-    ) -> DispatchProblem:
-        stage = self.config.stage(name)
+    def _items(self, name: str, items: ItemLengths, chosen: IntArray, llm_rank: IntArray) -> DispatchProblem:
+        stage, sample = self.config.stage(name), items.sample[chosen]
         return DispatchProblem(
             lengths=items.length[chosen],
-            home=home[chosen],
+            home=self.lengths.home[sample],
             topology=self.topology,
             cost=stage.cost_model,
             layout=stage.layout,
             cap=self.caps[name],
             move_bytes=items.num_bytes[chosen],
-            target=target[chosen],
+            target=llm_rank[sample],
             target_bytes=items.num_rows[chosen] * stage.row_bytes,
+            group_bin=self.lengths.group_rank[sample],
         )
 
     def _dispatch(self, problem: DispatchProblem, stage: StageConfig) -> IntArray:

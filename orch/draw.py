@@ -92,8 +92,10 @@ def open_parcel(parcel: torch.Tensor, stage_names: Sequence[str]) -> tuple[dict[
     return sample, parts
 
 
-def measure(groups: Sequence[Sequence[DrawnSample]], stage_names: Sequence[str]) -> StepLengths:
-    """The lengths of one rank's groups, one group for each micro-step."""
+def measure(
+    groups: Sequence[Sequence[DrawnSample]], stage_names: Sequence[str], group_rank: Sequence[int]
+) -> StepLengths:
+    """The lengths of what one rank holds for each micro-step, and the rank whose group each sample is in."""
     samples = [sample for group in groups for sample in group]
     micro_step = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
     stages = {}
@@ -110,6 +112,7 @@ def measure(groups: Sequence[Sequence[DrawnSample]], stage_names: Sequence[str])
         num_label_tokens=np.array([s.num_label_tokens for s in samples], dtype=np.int64),
         num_micro_steps=len(groups),
         stages=stages,
+        group_rank=np.array(group_rank, dtype=np.int64),
     )
 
 

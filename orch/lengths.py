@@ -42,17 +42,19 @@ class ItemLengths:
 class StepLengths:
     """The samples of one optimizer step over all ranks and micro-steps.
 
-    Sample ids are positions in these arrays. They ascend by the rank that drew the sample, then by the micro-step it
-    was drawn for, then by its place in that group.
+    Sample ids are positions in these arrays. They ascend by the rank that holds the sample, then by the micro-step it
+    was drawn for, then by its place among those that the rank holds for it.
 
     Attributes:
-        home: int64[N], the rank that drew each sample; nondecreasing.
+        home: int64[N], the rank that read each sample and holds it; nondecreasing.
         micro_step: int64[N], the micro-step (0 to K-1) whose group it was drawn into.
         llm_length: int64[N], tokens in the LLM, placeholders of media included.
         num_bytes: int64[N], bytes on the wire of everything of the sample that is not a stage's item.
         num_label_tokens: int64[N], tokens that are trained on.
         num_micro_steps: K.
         stages: The items of each encoder stage by its name, in the order in which stages run.
+        group_rank: int64[N], the rank whose group it was drawn into: where it would run unbalanced. By default `home`,
+            as where each rank groups its own samples.
 
     Raises:
         ValueError: If the arrays differ in length, are negative or out of order.
@@ -65,8 +67,11 @@ class StepLengths:
     num_label_tokens: IntArray
     num_micro_steps: int = 1
     stages: Mapping[str, ItemLengths] = field(default_factory=dict)
+    group_rank: IntArray = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
+        if self.group_rank is None:
+            object.__setattr__(self, "group_rank", self.home)
         _check_vectors(self, len(np.asarray(self.home)))
         if np.any(np.diff(self.home) < 0):
             raise ValueError("`home` must not decrease, but does instead.")
@@ -84,6 +89,11 @@ class StepLengths:
     def num_samples(self) -> int:
         """N, over all ranks and micro-steps."""
         return len(self.home)
+
+    @property
+    def drawn_bin(self) -> IntArray:
+        """The group that each sample was drawn into, numbered `rank * num_micro_steps + micro_step`: int64[N]."""
+        return self.group_rank * self.num_micro_steps + self.micro_step
 
 
 def _check_vectors(record: object, size: int) -> None:
@@ -103,7 +113,7 @@ def _check_vectors(record: object, size: int) -> None:
 def pack_lengths(own: StepLengths) -> IntArray:
     """One rank's lengths as one int64 vector, as ranks send them to each other. `home` is not sent."""
     parts = [np.array([own.num_micro_steps, own.num_samples], dtype=np.int64)]
-    parts += [own.micro_step, own.llm_length, own.num_bytes, own.num_label_tokens]
+    parts += [own.micro_step, own.llm_length, own.num_bytes, own.num_label_tokens, own.group_rank]
     for items in own.stages.values():
         parts += [np.array([len(items)], dtype=np.int64), items.sample, items.length, items.num_rows, items.num_bytes]
     return np.concatenate(parts)
@@ -128,12 +138,13 @@ def merge_lengths(vectors: Sequence[IntArray], stage_names: Sequence[str]) -> St
         num_label_tokens=_joined(ranks, "num_label_tokens"),
         num_micro_steps=max(own.num_micro_steps for own in ranks),
         stages=stages,
+        group_rank=_joined(ranks, "group_rank"),
     )
 
 
 def _unpacked(vector: IntArray, stage_names: Sequence[str], rank: int) -> StepLengths:
     num_micro_steps, num_samples = int(vector[0]), int(vector[1])
-    columns, rest = vector[2 : 2 + 4 * num_samples].reshape(4, num_samples), vector[2 + 4 * num_samples :]
+    columns, rest = vector[2 : 2 + 5 * num_samples].reshape(5, num_samples), vector[2 + 5 * num_samples :]
     stages = {}
     for name in stage_names:
         num_items = int(rest[0])
@@ -141,8 +152,8 @@ def _unpacked(vector: IntArray, stage_names: Sequence[str], rank: int) -> StepLe
         rest = rest[1 + 4 * num_items :]
     assert not len(rest), len(rest)
     home = np.full(num_samples, rank, dtype=np.int64)
-    micro_step, llm_length, num_bytes, num_label_tokens = columns
-    return StepLengths(home, micro_step, llm_length, num_bytes, num_label_tokens, num_micro_steps, stages)
+    micro_step, llm_length, num_bytes, num_label_tokens, group_rank = columns
+    return StepLengths(home, micro_step, llm_length, num_bytes, num_label_tokens, num_micro_steps, stages, group_rank)
 
 
 def _joined(records: Sequence[StepLengths] | Sequence[ItemLengths], field_name: str) -> IntArray:

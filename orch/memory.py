@@ -44,7 +44,7 @@ def memory_caps(
 def largest_drawn(lengths: StepLengths, topology: Topology, config: BalanceConfig) -> dict[str, int]:
     """Tokens of the largest batch of each stage in the unbalanced step, over its micro-steps."""
     num_bins = topology.num_ranks * lengths.num_micro_steps
-    drawn_bin = lengths.home * lengths.num_micro_steps + lengths.micro_step
+    drawn_bin = lengths.drawn_bin
     largest = {LLM: _largest(config.llm.layout, lengths.llm_length, drawn_bin, num_bins)}
     for name, items in lengths.stages.items():
         largest[name] = _largest(config.stage(name).layout, items.length, drawn_bin[items.sample], num_bins)

@@ -10,6 +10,8 @@ import numpy as np
 from orch.comm.layout import Layout
 from orch.comm.topology import IntArray, Topology
 from orch.config import BalanceConfig, StageConfig
+from orch.cost import AdditiveCost, CostModel
+from orch.dispatch.bounds import least_load
 from orch.lengths import StepLengths
 from orch.memory import LLM, largest_batches, largest_drawn
 from orch.plan import MicroStepPlan, StepPlan
@@ -42,8 +44,8 @@ class StageMetrics:
     Attributes:
         imbalance_before: As drawn.
         imbalance_after: As planned.
-        bound: The least imbalance that any layout of the plan's micro-steps could have: the longest item of each over
-            the mean load, at least 1.
+        bound: What no layout of the plan's micro-steps can beat, at least 1: the longest item of each over the mean
+            load; with additive costs also what few items of like length leave uneven (`least_load`).
         num_items: Samples (of the LLM) or items, without fillers.
         largest_batch_before: Tokens of the largest batch as drawn.
         largest_batch_after: Tokens of the largest batch as planned, fillers included.
@@ -119,14 +121,18 @@ class _Loads:
             items, layout, num_own = _batch(name, lengths, part)
             cost, ranks = stage.cost_model, layout.rank_of_item
             own_mean = float(cost.loads(sizes[items[:num_own]], ranks[:num_own], num_ranks).mean())
-            alone = np.arange(num_own)
             largest += float(cost.loads(sizes[items], ranks, num_ranks).max())
             mean += own_mean
-            least += max(own_mean, float(cost.loads(sizes[items[:num_own]], alone, num_own).max(initial=0)))
-        drawn_bin = lengths.home * lengths.num_micro_steps + lengths.micro_step
-        drawn = stage.cost_model.loads(sizes, drawn_bin[sample], num_ranks * lengths.num_micro_steps)
+            least += max(own_mean, _least(cost, sizes[items[:num_own]], num_ranks))
+        drawn = stage.cost_model.loads(sizes, lengths.drawn_bin[sample], num_ranks * lengths.num_micro_steps)
         drawn = drawn.reshape(num_ranks, lengths.num_micro_steps)
         return cls(imbalance(drawn), largest / mean if mean else 1.0, least / mean if mean else 1.0)
+
+
+def _least(cost: CostModel, sizes: IntArray, num_ranks: int) -> float:
+    if isinstance(cost, AdditiveCost):
+        return least_load(cost.item_costs(sizes), num_ranks)
+    return float(cost.loads(sizes, np.arange(len(sizes)), len(sizes)).max(initial=0))
 
 
 def imbalance(loads: IntArray) -> float:

@@ -29,12 +29,15 @@ _CLOSE_S = 2.0
 
 
 class GroupLoader(Protocol):
-    """What is asked of a loader: this rank's groups, each a list of processed samples, uncollated."""
+    """What is asked of a loader: what this rank has for each micro-step, processed samples, uncollated."""
 
     layout: str
 
     def groups(self) -> Iterator[Sequence[dict[str, Any]]]:
-        """One group for each micro-step; [] where this rank has no sample."""
+        """A list for each micro-step, [] where this rank has no sample: its group.
+
+        Or, if the list has `ranks`, samples of several ranks' groups, and the rank of each.
+        """
         ...
 
 
@@ -205,7 +208,8 @@ def orchestrate(
     must call this at the same point, and leave its loop after the same batch.
 
     Args:
-        loader: An `ODBDataLoader`, or any iterable of groups (lists of processed samples) with equal or unequal counts.
+        loader: An `ODBDataLoader`, whose own grouping says what "as drawn" means: the groups that it gives by itself.
+            Or any iterable of groups (lists of processed samples), in equal or unequal counts.
         engine: What trains: DDP, a DeepSpeed engine, or the model itself. Its encoders are stages (`orch.stage`).
         balance: "post": every stage on its own; "llm": the LLM alone; "pre": whole samples before the step; "none".
         dispatcher: How packed stages are dealt (`orch.dispatch.DISPATCHERS`); the best for each stage if not given.

@@ -25,7 +25,7 @@ class StagePlan:
     Attributes:
         items: int64[m], ids into `StepLengths.stages[name]`; the m positions of this array are the items of the
             layouts below. Ascending, but for copies that belong to fillers, which stand at the end.
-        home: The rank that drew each item.
+        home: The rank that holds each item.
         encode: The rank that runs the encoder on it.
         llm: The rank that holds its sample in the LLM.
     """
@@ -37,7 +37,7 @@ class StagePlan:
 
     @property
     def to_encoder(self) -> Rearrangement:
-        """Raw items, from where they were drawn to where they are encoded."""
+        """Raw items, from where they were read to where they are encoded."""
         return Rearrangement(self.home, self.encode)
 
     @property
@@ -54,7 +54,7 @@ class MicroStepPlan:
         samples: int64[n], ids into `StepLengths`; ascending, then the fillers.
         num_fillers: How many of the last samples are fillers: copies of the step's smallest sample for ranks that
             would have none, with labels masked and not counted.
-        home: The rank that drew each sample.
+        home: The rank that holds each sample.
         llm: The rank that runs the LLM on it.
         stages: The plan of each encoder stage by name, in the order in which stages run.
     """
@@ -67,7 +67,7 @@ class MicroStepPlan:
 
     @property
     def to_llm(self) -> Rearrangement:
-        """Text and labels, from where they were drawn to where the LLM runs on them."""
+        """Text and labels, from where they were read to where the LLM runs on them."""
         return Rearrangement(self.home, self.llm)
 
 
@@ -120,8 +120,9 @@ def plan_step(
     config = config or BalanceConfig()
     if not lengths.num_samples:
         raise ValueError("`lengths` must hold at least one sample, but holds none instead.")
-    if int(lengths.home[-1]) >= topology.num_ranks:
-        raise ValueError(f"`home` must be below {topology.num_ranks}, but reaches {lengths.home[-1]} instead.")
+    for name, ranks in (("home", lengths.home), ("group_rank", lengths.group_rank)):
+        if int(ranks.max()) >= topology.num_ranks:
+            raise ValueError(f"`{name}` must be below {topology.num_ranks}, but reaches {ranks.max()} instead.")
     caps = memory_caps(lengths, topology, config, peaks)
     least: dict[str, int] = {}
     for assignment in Assigner(lengths, topology, config, caps).candidates():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -78,9 +78,9 @@ class StepProducer:
         self, loader: Any, setup: Setup, report: Report, begin: ResumePoint, is_closing: Callable[[], bool]
     ) -> None:
         self._loader, self._setup, self._report, self._is_closing = loader, setup, report, is_closing
-        self._groups: Groups = iter(loader.groups() if hasattr(loader, "groups") else loader)
+        self._groups = _groups_of(loader, setup.topology.num_ranks)
         self._peaks = dict(begin.peaks)
-        self.begin = ResumePoint.of(loader, begin.step, self._peaks)
+        self.begin = self._drawn_to = ResumePoint.of(loader, begin.step, self._peaks)
         self._names = list(setup.stages)
         self._agreed = setup.fingerprint()
 
@@ -89,7 +89,7 @@ class StepProducer:
         while True:
             closing = self._is_closing()
             self._setup.liveness.note("draw", step=step)
-            draw = _Draw([], measure([], self._names)) if closing else self._draw()
+            draw = self._nothing() if closing else self._draw()
             lengths = self._gather_lengths(draw, closing, step)
             if lengths is None:
                 return
@@ -97,22 +97,31 @@ class StepProducer:
             metrics = step_metrics(lengths, plan, self._setup.topology, self._setup.config)
             for name, stage in metrics.stages.items():
                 self._peaks[name] = max(self._peaks.get(name, 0), stage.largest_batch_before)
-            resume = ResumePoint.of(self._loader, step + 1, self._peaks)
+            resume = replace(self._drawn_to, step=step + 1, peaks=dict(self._peaks))
             for index, part in enumerate(plan.micro_steps):
                 batch, micro_step = self._prepare(draw.samples, lengths, part, step, index)
                 yield Ready(batch, micro_step, metrics, resume)
             step += 1
 
     def _draw(self) -> _Draw:
-        """Up to K groups, their samples taken apart and measured."""
+        """What is at hand for up to K micro-steps, taken apart and measured.
+
+        Notes where the loader stands behind each, since it is in the next epoch once it was asked for more than it has.
+        """
         adapters, placeholders = self._setup.adapters, self._setup.placeholders
         taken: list[list[DrawnSample]] = []
+        ranks: list[int] = []
         try:
             while len(taken) < self._setup.accumulate and (group := next(self._groups, None)) is not None:
                 taken.append([draw_sample(sample, adapters, placeholders) for sample in group])
-            return _Draw([sample for group in taken for sample in group], measure(taken, self._names))
+                ranks += getattr(group, "ranks", [self._setup.rank] * len(group))
+                self._drawn_to = ResumePoint.of(self._loader, self.begin.step, self._peaks)
+            return _Draw([sample for group in taken for sample in group], measure(taken, self._names, ranks))
         except Exception as error:
-            return _Draw([], measure([], self._names), error)
+            return self._nothing(error)
+
+    def _nothing(self, error: BaseException | None = None) -> _Draw:
+        return _Draw([], measure([], self._names, []), error)
 
     def _gather_lengths(self, draw: _Draw, closing: bool, step: int) -> StepLengths | None:
         """Everyone's lengths; None once no rank has a sample left, or once one has stopped.
@@ -228,3 +237,11 @@ class StepProducer:
                 "instead, in version, stages, trained parts, topology, balance, caps, accumulation, exchange; "
                 f"rank {self._setup.rank} has {self._setup.describe()}."
             )
+
+
+def _groups_of(loader: Any, num_ranks: int) -> Groups:
+    """The groups of a loader: over all ranks if it forms them so, and its ranks are those that train."""
+    if not hasattr(loader, "groups"):
+        return iter(loader)
+    is_global = getattr(loader, "grouping", "local") == "global" and loader.peers.num_ranks == num_ranks > 1
+    return iter(loader.groups("global") if is_global else loader.groups())

@@ -61,18 +61,23 @@ def dispatch(problem: DispatchProblem, dispatcher: str, *, placement: bool = Tru
         placement: Whether batches dealt from scratch are placed where most of their data is.
 
     Returns:
-        int64[N], the bin of each item. As drawn where that keeps the cap and the algorithm either does not or gives no
-        smaller largest load. Where nothing keeps the cap, the layout whose largest batch is least.
+        int64[N], the bin of each item. As drawn where that keeps the cap and the algorithm either does not, or gives a
+        larger largest load, or an equal one for as many bytes moved. Where nothing keeps the cap, the layout whose
+        largest batch is least.
     """
     if not len(problem.lengths):
         return problem.home.copy()
     dealt = _under_the_cap(problem, dispatcher)
-    home_fits, dealt_fits = problem.fits(problem.home), problem.fits(dealt)
-    if home_fits and not (dealt_fits and problem.largest_load(dealt) < problem.largest_load(problem.home)):
-        return problem.home.copy()
-    if not dealt_fits and problem.largest_batch(problem.home) < problem.largest_batch(dealt):
-        return problem.home.copy()
+    if _order_of(problem, problem.drawn) <= _order_of(problem, dealt):
+        return problem.drawn.copy()
     return place(problem, dealt) if placement and dispatcher in FROM_SCRATCH else dealt
+
+
+def _order_of(problem: DispatchProblem, bins: IntArray) -> tuple[bool, int, int]:
+    """Orders layouts, the better one first: under the cap, evenly loaded, with few bytes moved."""
+    if not problem.fits(bins):
+        return True, problem.largest_batch(bins), 0
+    return False, problem.largest_load(bins), problem.moved_bytes(bins)
 
 
 def _under_the_cap(problem: DispatchProblem, dispatcher: str) -> IntArray:
@@ -85,7 +90,7 @@ def _under_the_cap(problem: DispatchProblem, dispatcher: str) -> IntArray:
         if problem.fits(tilted):
             return _traded(problem, tilted)
         dealt = min(dealt, tilted, key=problem.largest_batch)
-    return _traded(problem, problem.home) if problem.fits(problem.home) else dealt
+    return _traded(problem, problem.drawn) if problem.fits(problem.drawn) else dealt
 
 
 def _traded(problem: DispatchProblem, bin_of_item: IntArray) -> IntArray:

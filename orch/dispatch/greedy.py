@@ -51,7 +51,7 @@ def dispatch_greedy(problem: DispatchProblem) -> IntArray:
     for start in starts if len(items) else ():
         if least > limits.goal:
             bin_of_item = problem.home.copy()
-            bin_of_item[items] = start(costs[items], problem.home[items], problem.num_bins)
+            bin_of_item[items] = start(costs[items], problem.drawn[items], problem.num_bins)
             bin_of_item = polish(costs, bin_of_item, problem.num_bins, limits)
             largest = int(sum_by_bin(costs, bin_of_item, problem.num_bins).max())
             if largest < least:
@@ -61,18 +61,18 @@ def dispatch_greedy(problem: DispatchProblem) -> IntArray:
     return best.copy()
 
 
-def _longest_first(costs: IntArray, home: IntArray, num_bins: int) -> IntArray:
+def _longest_first(costs: IntArray, drawn: IntArray, num_bins: int) -> IntArray:
     return deal(costs, np.zeros(num_bins, dtype=np.int64))[0]
 
 
-def _folded(costs: IntArray, home: IntArray, num_bins: int) -> IntArray:
+def _folded(costs: IntArray, drawn: IntArray, num_bins: int) -> IntArray:
     return fold(costs, num_bins)
 
 
-def _fitted(costs: IntArray, home: IntArray, num_bins: int) -> IntArray:
+def _fitted(costs: IntArray, drawn: IntArray, num_bins: int) -> IntArray:
     fitted = fit(costs, num_bins, least_load(costs, num_bins))
-    return home if fitted is None else fitted
+    return drawn if fitted is None else fitted
 
 
-def _as_drawn(costs: IntArray, home: IntArray, num_bins: int) -> IntArray:
-    return home
+def _as_drawn(costs: IntArray, drawn: IntArray, num_bins: int) -> IntArray:
+    return drawn

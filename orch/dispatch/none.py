@@ -1,4 +1,4 @@
-"""`none`: every item stays where it was drawn."""
+"""`none`: every item stays in the group that it was drawn into."""
 
 from __future__ import annotations
 
@@ -8,4 +8,4 @@ from orch.dispatch.problem import DispatchProblem
 
 def dispatch_none(problem: DispatchProblem) -> IntArray:
     """The layout as drawn: int64[N]."""
-    return problem.home.copy()
+    return problem.drawn.copy()

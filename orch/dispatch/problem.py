@@ -16,7 +16,7 @@ class DispatchProblem:
 
     Attributes:
         lengths: int64[N].
-        home: int64[N], the bin that each item is in as drawn.
+        home: int64[N], the bin of the rank that holds each item, where running it moves nothing.
         topology: Ranks and nodes.
         cost: The cost model whose largest load is to be small.
         bins_per_rank: Micro-steps that are dealt together.
@@ -26,6 +26,7 @@ class DispatchProblem:
         target: int64[N], the bin whose rank needs the item's output; None where it is `home`.
         target_bytes: int64[N], bytes of the output, which go from the item's bin to `target`.
         rough: Whether it is enough to know about where items will go; loads may then exceed the target.
+        group_bin: int64[N], the bin that each item is in as drawn; None where it is `home`.
     """
 
     lengths: IntArray
@@ -39,6 +40,12 @@ class DispatchProblem:
     target: IntArray | None = None
     target_bytes: IntArray | None = None
     rough: bool = False
+    group_bin: IntArray | None = None
+
+    @property
+    def drawn(self) -> IntArray:
+        """The bin that each item is in as drawn: int64[N]."""
+        return self.home if self.group_bin is None else self.group_bin
 
     def item_costs(self, dispatcher: str) -> IntArray:
         """Cost of each item: int64[N].
@@ -70,6 +77,12 @@ class DispatchProblem:
     def largest_batch(self, bin_of_item: IntArray) -> int:
         """Tokens of the largest batch."""
         return int(batch_tokens(self.layout, self.lengths, bin_of_item, self.num_bins).max(initial=0))
+
+    def moved_bytes(self, bin_of_item: IntArray) -> int:
+        """Bytes of the items that leave their rank."""
+        sizes = self.lengths if self.move_bytes is None else self.move_bytes
+        moves = bin_of_item // self.bins_per_rank != self.home // self.bins_per_rank
+        return int(sizes[moves].sum())
 
     def fits(self, bin_of_item: IntArray) -> bool:
         """Whether no bin holds more than the cap."""

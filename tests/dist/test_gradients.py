@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import orch
+from orch import odb
 from orch.comm.topology import Topology
 from tests.omni import largest_error, make_sample, reference_gradients, small_model
 from tests.ranks import run_ranks
@@ -166,6 +167,30 @@ def test_ddp_of_two_ranks_in_single_precision():
 
 def test_all_gather_exchange():
     check(STEPS["mixed"], 4, [Case("ddp", "post", exchange="all_gather")], 1e-9)
+
+
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+def test_groups_over_all_ranks(layout):
+    """An epoch of a loader, as one step: groups that lie apart from their ranks, and ranks without a sample."""
+
+    def run():
+        from engines import wrap_ddp
+
+        samples = draw(small_model(staged=False).config, [[[BOTH, TEXT, IMAGE, AUDIO] * 4]])[0][0]
+        expected_loss, expected = reference_gradients(samples)
+        errors = []
+        for balance in BALANCES:
+            model = small_model(layout=layout)
+            ddp, rank = wrap_ddp(model), torch.distributed.get_rank()
+            mine = [range(8), range(8, 16), (), ()][rank]
+            loader = odb.ODBDataLoader(samples, token_budget=60, layout=layout, sampler=mine, buffer_size=4)
+            loader = orch.orchestrate(loader, ddp, balance=balance, accumulate=100, timeout_s=50)
+            gradients, loss = accumulate_gradients(NoSync(ddp, loader), model, loader)
+            errors.append((largest_error(gradients, expected), abs(loss - expected_loss) / expected_loss))
+        return errors
+
+    for errors in run_ranks(run, 4, timeout_s=180):
+        assert max(map(max, errors)) < 1e-9
 
 
 zero2 = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")

@@ -174,7 +174,7 @@ def test_29_a_modality_missing_on_ranks_keeps_the_gradients(orch_data, balance):
         samples = [_scaled(model.config, index, row, 16) for index, row in enumerate(rows)]
         assert {len(samples[i].get("image_grid_thw", ())) for i in range(1, 24, 3)} == {1}
         ddp = torch.nn.parallel.DistributedDataParallel(model)
-        loader = odb.ODBDataLoader(samples, token_budget=10**6, layout="packed")
+        loader = odb.ODBDataLoader(samples, token_budget=10**6, layout="packed", grouping="local")
         encoded = {}
         for step, batch in enumerate(orch.orchestrate(loader, ddp, balance=balance, timeout_s=60)):
             assert step == 0

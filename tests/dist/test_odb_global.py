@@ -90,17 +90,24 @@ def test_packed_groups_leave_most_samples_at_home() -> None:
 
 
 def test_the_samples_of_an_orchestrated_step_stay_at_home() -> None:
-    def work() -> tuple[list[list[int]], list[int], list[int]]:
-        loader = odb.ODBDataLoader(Tokens(300), token_budget=500, shuffle=True, buffer_size=40)
-        mine = list(loader.order.indices(0))
-        groups = [[(i, 10 + (i * 37) % 90) for i in sample_ids(group)] for group in loader.groups("global")]
-        return [[i for i, _ in g] for g in groups], mine, [sum(n for _, n in g) for g in groups]
+    cases = [(layout, num_workers) for layout in ("packed", "padded") for num_workers in (0, 2)]
 
-    results = run_ranks(work, 3)
-    check_epoch([groups for groups, _, _ in results], 300)
-    for groups, mine, _ in results:
-        assert {i for group in groups for i in group} <= set(mine)
-    assert all(sum(tokens) <= 3 * 500 for tokens in zip(*(tokens for _, _, tokens in results), strict=True))
+    def work(layout: str, num_workers: int) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
+        options = {"layout": layout, "num_workers": num_workers, "collate_fn": collect}
+        loader = odb.ODBDataLoader(Rich(300), token_budget=500, shuffle=True, buffer_size=40, **options)
+        mine = set(loader.order.indices(0))
+        moved = read_batches(loader)
+        loader.set_epoch(0)
+        groups = list(loader.groups("global"))
+        assert {i for group in groups for i in sample_ids(group)} <= mine
+        return [sample_ids(group) for group in groups], [list(group.ranks) for group in groups], moved
+
+    for results in zip(*run_ranks(lambda: [work(*case) for case in cases], 3), strict=True):
+        check_epoch([groups for groups, _, _ in results], 300)
+        for rank, (_, _, moved) in enumerate(results):
+            for step, group in enumerate(moved):
+                pairs = [pair for ids, ranks, _ in results for pair in zip(ids[step], ranks[step], strict=True)]
+                assert sorted(i for i, group_rank in pairs if group_rank == rank) == sorted(group)
 
 
 def test_what_cannot_travel_is_named() -> None:

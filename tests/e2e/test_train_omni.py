@@ -136,8 +136,9 @@ def test_every_record_of_the_demo_is_trained_once_and_balanced(orch_data, tmp_pa
     assert report["samples_trained"] == report["samples_unique"] == 365
     assert report["samples_skipped"] == 0
     assert report["loss"][-1] < report["loss"][0]
-    for name, stage in report["stages"].items():
-        assert stage["imbalance_after"]["mean"] <= max(1.05, stage["bound"]["mean"] + 0.02), name
+    for name, stage in report["stages"].items():  # of 8 recordings on 4 ranks, the best pairs are 7.5 % uneven
+        assert stage["imbalance_after"]["mean"] <= max(1.05, stage["bound"]["mean"] + 0.025), name
+        assert stage["imbalance_after"]["mean"] < 1 + 0.5 * (stage["imbalance_before"]["mean"] - 1), name
         assert stage["largest_batch_after"] <= stage["largest_batch_before"], name
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from hypothesis import strategies as st
 
@@ -38,7 +40,8 @@ def steps(draw, topology: Topology, *, most_samples: int = 24, num_stages: int =
         stages[name] = ItemLengths(arrays(owners), lengths, lengths // 4, lengths * 3)
     llm = arrays(draw(st.lists(LENGTHS, min_size=size, max_size=size)))
     home, micro_step = arrays(rank for rank, _ in drawn), arrays(value for _, value in drawn)
-    return StepLengths(home, micro_step, llm, llm * 16, llm // 2, num_micro_steps, stages)
+    group_rank = draw(st.one_of(st.none(), st.lists(ranks, min_size=size, max_size=size)))
+    return StepLengths(home, micro_step, llm, llm * 16, llm // 2, num_micro_steps, stages, group_rank)
 
 
 def random_step(
@@ -57,6 +60,11 @@ def random_step(
         items[name] = ItemLengths(sample, length, length // 4, length * 1176)
         np.add.at(llm, sample, length // 4)
     return StepLengths(home, micro_step, llm, llm * 16, llm // 2, num_micro_steps, items)
+
+
+def regrouped(lengths: StepLengths, num_ranks: int, seed: int = 0) -> StepLengths:
+    """The same step with each sample in the group of a rank at random, wherever it lies."""
+    return replace(lengths, group_rank=np.random.default_rng(seed).integers(0, num_ranks, lengths.num_samples))
 
 
 def assert_complete(lengths: StepLengths, topology: Topology, plan: StepPlan) -> None:

@@ -48,7 +48,10 @@ def problems(draw, cost, *, most_items: int = 40, capped: bool = True):
         target=None if target is None else arrays(target),
         target_bytes=None if target is None else arrays(lengths) * draw(st.integers(0, 6)),
     )
-    return problem.with_cap(problem.largest_batch(problem.home)) if capped else problem
+    if draw(st.booleans()):
+        groups = draw(st.lists(bins, min_size=len(lengths), max_size=len(lengths)))
+        problem = replace(problem, group_bin=arrays(groups))
+    return problem.with_cap(problem.largest_batch(problem.drawn)) if capped else problem
 
 
 @pytest.mark.parametrize(("name", "cost"), CASES)
@@ -60,11 +63,18 @@ def test_shared_suite(name, cost):
         assert bins.shape == problem.lengths.shape
         assert bins.dtype == np.int64
         assert np.all((bins >= 0) & (bins < problem.num_bins))
-        assert problem.largest_load(bins) <= problem.largest_load(problem.home)
+        assert problem.largest_load(bins) <= problem.largest_load(problem.drawn)
         assert problem.fits(bins)
         np.testing.assert_array_equal(bins, dispatch(problem, name))
 
     check()
+
+
+def test_of_equally_even_layouts_the_one_that_moves_less_is_taken():
+    lengths, home, groups = arrays([90, 10, 10, 10]), arrays([0, 1, 1, 1]), arrays([1, 0, 0, 0])
+    problem = DispatchProblem(lengths, home, Topology(2), PackedCost(), group_bin=groups)
+    assert dispatch(problem, "local").tolist() == [0, 1, 1, 1]
+    assert dispatch(problem, "none").tolist() == [1, 0, 0, 0]
 
 
 @pytest.mark.parametrize("name", ["greedy", "local", "binary_search"])

@@ -19,7 +19,8 @@ def own_lengths(draw):
         owner = np.sort(rng.integers(0, max(n, 1), m))
         stages[name] = ItemLengths(owner, *rng.integers(0, 99, (3, m)))
     micro_step = np.sort(rng.integers(0, max(k, 1), n))
-    return StepLengths(np.zeros(n), micro_step, *rng.integers(0, 99, (3, n)), num_micro_steps=k, stages=stages)
+    columns = rng.integers(0, 99, (3, n))
+    return StepLengths(np.zeros(n), micro_step, *columns, k, stages, group_rank=rng.integers(0, 4, n))
 
 
 @given(st.lists(own_lengths(), min_size=1, max_size=4))
@@ -31,6 +32,7 @@ def test_lengths_of_all_ranks_are_put_together_in_rank_order(ranks):
         here = merged.home == rank
         np.testing.assert_array_equal(merged.llm_length[here], own.llm_length)
         np.testing.assert_array_equal(merged.micro_step[here], own.micro_step)
+        np.testing.assert_array_equal(merged.group_rank[here], own.group_rank)
         first = sum(r.num_samples for r in ranks[:rank])
         for name in NAMES:
             items = merged.stages[name]
@@ -46,6 +48,8 @@ def test_lengths_of_all_ranks_are_put_together_in_rank_order(ranks):
         ({"llm_length": [1]}, r"`llm_length` must have shape \(2,\)"),
         ({"home": [1, 0]}, "`home` must not decrease"),
         ({"micro_step": [0, 1]}, "`micro_step` must be below 1, but reaches 1"),
+        ({"group_rank": [0]}, r"`group_rank` must have shape \(2,\)"),
+        ({"group_rank": [0, -1]}, "`group_rank` must not be negative, but is -1 at 1"),
     ],
 )
 def test_bad_lengths_are_named(change, message):

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from orch import odb
-from tests.dist.test_odb import Tokens, read_groups
+from tests.dist.test_odb import Tokens, read_groups, sample_ids
 
 
 class Counting(IterableDataset):
@@ -101,3 +101,26 @@ def test_the_length_of_a_loader_is_near_before_and_exact_after_an_epoch() -> Non
 def test_arguments_that_make_no_sense_are_refused(arguments: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         odb.ODBDataLoader(Tokens(10), **{"token_budget": 100, **arguments})
+
+
+def test_a_sample_that_is_skipped_at_the_resume_takes_its_rank_along() -> None:
+    class Sometimes(Tokens):
+        def __init__(self, skipped: set[int]) -> None:
+            super().__init__(60)
+            self.skipped = skipped
+
+        def __getitem__(self, index: int) -> Any:
+            return None if index in self.skipped else super().__getitem__(index)
+
+    loader = odb.ODBDataLoader(Sometimes(set()), token_budget=300, buffer_size=30)
+    groups = loader.groups("global")
+    next(groups)
+    state = loader.state_dict()
+    loader.close()
+    left = [index for group in state["groups"] for index in group]
+    assert [list(map(len, state[name])) for name in ("groups", "ranks")] == [list(map(len, state["groups"]))] * 2
+    resumed = odb.ODBDataLoader(Sometimes({left[1]}), token_budget=300, buffer_size=30)
+    resumed.load_state_dict(state)
+    rest = list(resumed.groups("global"))
+    assert sorted(sample_ids(rest[0])) == sorted(set(state["groups"][0]) - {left[1]})
+    assert all(len(group.ranks) == len(group) for group in rest)

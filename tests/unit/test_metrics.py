@@ -42,6 +42,12 @@ def test_figures_of_a_step_by_hand():
     assert metrics.moved == llm.moved + vision.moved
 
 
+def test_the_bound_knows_that_equal_items_cannot_be_split():
+    lengths = step([9] * 6, [0, 1, 2, 3, 4, 5], [8] * 6)
+    metrics = step_metrics(lengths, plan_step(lengths, Topology(5)), Topology(5)).stages["vision"]
+    assert metrics.bound == metrics.imbalance_after == pytest.approx(2 * 5 / 6)
+
+
 def test_nothing_to_do_and_no_items_give_ones_and_zeros():
     lengths = step([0, 0, 0], [], [])
     topology = Topology(2, 1)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -12,7 +14,7 @@ from orch.lengths import ItemLengths, StepLengths
 from orch.memory import largest_batches, largest_drawn
 from orch.metrics import step_metrics
 from orch.plan import plan_step
-from tests.unit.planning import arrays, assert_complete, random_step, steps, topologies
+from tests.unit.planning import arrays, assert_complete, random_step, regrouped, steps, topologies
 
 STAGE_CONFIGS = (
     StageConfig(),
@@ -49,22 +51,36 @@ def test_every_sample_and_item_once_and_no_more_memory_than_drawn(problem):
     bound = ["llm"] if config.mode == "pre" else list(before)
     assert all(after[name] <= before[name] for name in bound), (before, after)
     assert plan_step(lengths, topology, config).fingerprint() == plan.fingerprint()
+    if config.mode == "none":
+        assert_as_drawn(lengths, plan)
     metrics = step_metrics(lengths, plan, topology, config)
     for stage in metrics.stages.values():
         assert 1 - 1e-12 <= stage.bound <= stage.imbalance_after * (1 + 1e-12)
         assert np.isfinite([stage.imbalance_before, stage.imbalance_after, stage.bound]).all()
 
 
+def assert_as_drawn(lengths, plan):
+    """Every sample runs, items and all, on the rank whose group it was drawn into."""
+    for index, part in enumerate(plan.micro_steps):
+        samples = part.samples[: len(part.samples) - part.num_fillers]
+        np.testing.assert_array_equal(lengths.micro_step[samples], index)
+        np.testing.assert_array_equal(part.llm.rank_of_item[: len(samples)], lengths.group_rank[samples])
+        for name, stage in part.stages.items():
+            np.testing.assert_array_equal(stage.encode.rank_of_item, stage.llm.rank_of_item, name)
+
+
+@pytest.mark.parametrize("is_regrouped", [False, True])
 @pytest.mark.parametrize("num_micro_steps", [1, 3])
-def test_modes_balance_what_they_say(num_micro_steps):
+def test_modes_balance_what_they_say(num_micro_steps, is_regrouped):
     lengths, topology = random_step(0, 8, 32, num_micro_steps), Topology(8, 4)
+    lengths = regrouped(lengths, 8) if is_regrouped else lengths
     measured = {
         mode: step_metrics(lengths, plan_step(lengths, topology, BalanceConfig(mode)), topology).stages
         for mode in BALANCE_MODES
     }
     for name, stage in measured["none"].items():
         assert stage.imbalance_after == pytest.approx(stage.imbalance_before), name
-        assert stage.moved.intra_node == stage.moved.inter_node == 0
+        assert (stage.moved.intra_node + stage.moved.inter_node > 0) == is_regrouped
     assert all(measured[mode]["llm"].imbalance_after < 1.02 for mode in ("pre", "llm", "post"))
     assert all(stage.imbalance_after < 1.02 for stage in measured["post"].values())
     assert measured["pre"]["vision"].imbalance_after > 1.05
@@ -80,6 +96,54 @@ def test_pre_encodes_where_the_sample_is_and_llm_where_it_was_drawn():
         assert not part.num_fillers
         for stage in part.stages.values():
             np.testing.assert_array_equal(stage.encode.rank_of_item, stage.home.rank_of_item)
+    lengths = regrouped(lengths, 4)
+    for part in plan_step(lengths, topology, BalanceConfig("llm")).micro_steps:
+        for name, stage in part.stages.items():
+            drawn = lengths.group_rank[lengths.stages[name].sample[stage.items]]
+            np.testing.assert_array_equal(stage.encode.rank_of_item, drawn)
+
+
+def test_a_stage_that_is_not_dispatched_runs_as_drawn():
+    lengths, topology = regrouped(random_step(1, 4, 16), 4), Topology(4, 2)
+    config = BalanceConfig("post", stages={"vision": StageConfig(dispatcher="none")})
+    (part,) = plan_step(lengths, topology, config).micro_steps
+    drawn = {name: lengths.group_rank[lengths.stages[name].sample[s.items]] for name, s in part.stages.items()}
+    np.testing.assert_array_equal(part.stages["vision"].encode.rank_of_item, drawn["vision"])
+    assert not np.array_equal(part.stages["audio"].encode.rank_of_item, drawn["audio"])
+
+
+@pytest.mark.parametrize("mode", BALANCE_MODES)
+def test_memory_is_that_of_the_groups_not_of_where_samples_lie(mode):
+    together, apart = one_stage([0, 0, 1], [60, 30, 30], [0, 1], [80, 40]), one_stage([0, 1, 1], [60, 40, 20], [], [])
+    for lengths, group_rank, largest in (
+        (together, [0, 1, 1], {"llm": 60, "vision": 80}),
+        (apart, [0, 0, 1], {"llm": 100, "vision": 0}),
+    ):
+        lengths = replace(lengths, group_rank=arrays(group_rank))
+        config = BalanceConfig(mode)
+        assert largest_drawn(lengths, Topology(2), config) == largest
+        plan = plan_step(lengths, Topology(2), config)
+        assert largest_batches(lengths, plan, Topology(2), config)["llm"] <= largest["llm"]
+        metrics = step_metrics(lengths, plan, Topology(2), config).stages["llm"]
+        assert metrics.imbalance_before == pytest.approx(largest["llm"] / 60)
+
+
+@pytest.mark.parametrize(("seed", "llm_improves"), [(0, False), (1, False), (2, True), (3, True)])
+def test_encoders_are_balanced_where_the_llm_hardly_can_be(seed, llm_improves):
+    """Groups that are full to the last token: no other layout of the LLM keeps the cap, but for trades between them."""
+    rng, home = np.random.default_rng(seed), np.repeat(np.arange(8), 6)
+    parts = rng.integers(40, 80, (8, 5))
+    llm = np.concatenate([parts, 440 - parts.sum(axis=1, keepdims=True)], axis=1).reshape(-1)
+    mixed, patches = rng.permutation(48), rng.integers(10, 1000, 48)
+    vision = ItemLengths(np.arange(48), patches, patches, patches)
+    columns = [llm[mixed]] * 3
+    lengths = StepLengths(home, home * 0, *columns, stages={"vision": vision}, group_rank=home[mixed])
+    config = BalanceConfig("post", StageConfig(cost=PackedCost(0.0, 1.0, 1.0)))
+    metrics = step_metrics(lengths, plan_step(lengths, Topology(8, 4), config), Topology(8, 4), config).stages
+    assert metrics["llm"].largest_batch_after == metrics["llm"].largest_batch_before == 440
+    assert (metrics["llm"].imbalance_after < metrics["llm"].imbalance_before) == llm_improves
+    assert metrics["vision"].imbalance_before > 1.2
+    assert metrics["vision"].imbalance_after < 1.02
 
 
 def one_stage(home, llm, owners, item_lengths, num_micro_steps=1, micro_step=None) -> StepLengths:
@@ -141,6 +205,8 @@ def test_no_sample_and_ranks_beyond_the_topology_raise():
         plan_step(empty, Topology(2))
     with pytest.raises(ValueError, match="`home` must be below 2, but reaches 2"):
         plan_step(one_stage([2], [5], [], []), Topology(2))
+    with pytest.raises(ValueError, match="`group_rank` must be below 2, but reaches 2"):
+        plan_step(replace(one_stage([0, 0], [5, 5], [], []), group_rank=arrays([2, 1])), Topology(2))
 
 
 def test_unknown_configuration_raises():
