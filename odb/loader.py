@@ -212,8 +212,8 @@ class ODBDataLoader:
     def state_dict(self) -> dict[str, Any]:
         """Where this rank's epoch stands, behind the last batch taken; every rank saves its own.
 
-        With accumulation, save where an optimizer step ends. What a sampler of your own keeps is not saved: it must
-        yield the same indices again.
+        Save a file per rank: `register_for_checkpointing` (Accelerate), `client_state` (DeepSpeed) keep rank 0's alone.
+        With accumulation, save where an optimizer step ends. A sampler of your own must yield the same indices again.
 
         Raises:
             TypeError: If the data set is iterable: samples that wait in the window cannot be read again.

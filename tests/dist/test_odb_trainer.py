@@ -1,4 +1,4 @@
-"""transformers' Trainer, Accelerate and Lightning on the loader, each the real library."""
+"""transformers' Trainer and Accelerate on the loader, each the real library."""
 
 from __future__ import annotations
 
@@ -21,13 +21,8 @@ try:
     import accelerate
 except ImportError:
     accelerate = None
-try:
-    import lightning
-except ImportError:
-    lightning = None
 
 needs_accelerate = pytest.mark.skipif(accelerate is None, reason="accelerate is not installed")
-needs_lightning = pytest.mark.skipif(lightning is None, reason="lightning is not installed")
 
 NUM_SAMPLES, PORT = 60, 29731
 
@@ -35,7 +30,7 @@ NUM_SAMPLES, PORT = 60, 29731
 @pytest.fixture(scope="module", autouse=True)
 def _libraries_before_the_fork() -> None:
     """Imported by the parent, so that no forked rank spends seconds on it."""
-    for name in ("transformers.trainer", "transformers.models.llama", "lightning", "torch.nn.parallel.distributed"):
+    for name in ("transformers.trainer", "transformers.models.llama", "torch.nn.parallel.distributed"):
         if importlib.util.find_spec(name.partition(".")[0]) is not None:
             importlib.import_module(name)
 
@@ -206,48 +201,4 @@ def test_accelerate_leaves_the_loader_as_it_is() -> None:
     results = run_ranks(work, 2, timeout_s=150, env=in_rank(Path()))
     assert Counter(i for seen, _ in results for ids in seen for i in ids) == Counter(range(NUM_SAMPLES))
     expected = reference(steps_of([seen for seen, _ in results], 1))
-    assert torch.allclose(torch.tensor(results[0][1]), expected, atol=2e-5)
-
-
-@needs_lightning
-def test_lightning_trains_each_sample_once_and_exactly() -> None:
-    def work() -> tuple[list[list[int]], list[float]]:
-        from lightning import LightningModule, Trainer
-
-        from orch.odb.lightning import LightningBatches
-
-        class Module(LightningModule):
-            def __init__(self) -> None:
-                super().__init__()
-                self.model, self.seen = tiny_model(), []
-
-            def training_step(self, batch: Any, _: int) -> torch.Tensor:
-                info = odb.pop_step_info(batch)
-                self.seen.append([] if info.is_idle else batch["input_ids"][:, 0].tolist())
-                return self.model(**batch).loss * info.loss_scale
-
-            def configure_optimizers(self) -> Any:
-                return torch.optim.SGD(self.parameters(), lr=0.1)
-
-        module = Module()
-        loader = odb.ODBDataLoader(Tokens(NUM_SAMPLES), token_budget=300, buffer_size=16, shuffle=True)
-        trainer = Trainer(
-            accelerator="cpu",
-            devices=2,
-            strategy="ddp",
-            max_epochs=2,
-            use_distributed_sampler=False,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
-        trainer.fit(module, LightningBatches(loader))
-        return module.seen, torch.cat([p.detach().flatten() for p in module.model.parameters()]).tolist()
-
-    env = {**in_rank(Path()), "TORCHELASTIC_RUN_ID": "test", "GROUP_RANK": "0"}
-    results = run_ranks(work, 2, timeout_s=150, env=env)
-    seen = Counter(i for samples, _ in results for ids in samples for i in ids)
-    assert seen == Counter(dict.fromkeys(range(NUM_SAMPLES), 2))
-    expected = reference(steps_of([samples for samples, _ in results], 1))
     assert torch.allclose(torch.tensor(results[0][1]), expected, atol=2e-5)
