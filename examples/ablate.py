@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import time
 from argparse import Namespace
+from dataclasses import asdict
 from itertools import islice
 from typing import Any
 
@@ -165,7 +166,8 @@ def run(args: Namespace) -> dict[str, Any]:
     cpu, wall = measure(engine, loaders, args.repeats)
     num_tokens = sum(len(sample["input_ids"]) for group in groups for sample in group)
     everyones = int(sum(int(tokens[0]) for tokens in gather_ragged(np.array([num_tokens], dtype=np.int64))))
-    return summarise(over_ranks(cpu), over_ranks(wall), loaders, everyones)
+    fitted = {name: asdict(cost) for name, cost in costs.items()}
+    return summarise(over_ranks(cpu), over_ranks(wall), loaders, everyones) | {"costs_s": fitted}
 
 
 def main() -> None:

@@ -1,9 +1,9 @@
 """Data that the project makes itself: drawn shapes, synthesised tones and text about them, from a seed.
 
-The mix is that of published statistics of three-modality fine-tuning data, at a fifth of its lengths: a sample has 0.7
-pictures and 0.4 recordings on average, most have one or none and few have many; most texts about media are short, texts
-alone are long. The numbers and sizes of pictures and of recordings are drawn independently of each other and of the
-text. What is asked can be learnt from what is shown.
+The mix is that of published statistics of three-modality fine-tuning data, at a fifth of its lengths: half of the
+samples have pictures, a third recordings, few have many; most texts about media are short, texts alone are long. The
+numbers and sizes of pictures and of recordings are drawn independently of each other and of the text. What is asked can
+be learnt from what is shown.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .preprocess import Media, Preprocessing, Sample, make_sample
 from .records import Turn
 from .tokenizer import OmniTokenizer
 
-_MAX_SECONDS = 30.0
+_MAX_SECONDS = 6.0  # a fifth of the window of a speech encoder, in which long recordings are cut
 _MOST_ITEMS = 12
 
 
@@ -43,9 +43,9 @@ class Mix:
 
     num_samples: int = 2000
     seed: int = 0
-    image_probability: float = 0.55
+    image_probability: float = 0.5
     audio_probability: float = 0.35
-    mean_items: float = 1.25
+    mean_items: float = 1.6
     median_words: float = 100.0
     median_words_beside_media: float = 10.0
     median_pixels: float = 60_000.0
