@@ -98,10 +98,17 @@ def test_the_tables_say_what_the_report_says(generated):
     assert "tok/s" in printed
 
 
-def test_the_same_seed_gives_the_same_losses_bit_for_bit(generated, tmp_path):
-    report, _ = report_of(tmp_path, 4, *SMALL, "--ranks-per-node", 2)
-    assert report["loss"] == generated[0]["loss"]
-    assert report["samples_trained"] == generated[0]["samples_trained"]
+def test_the_same_seed_gives_the_same_losses_bit_for_bit():
+    def run():
+        import train_omni
+
+        options = train_omni.make_parser("").parse_args([*SMALL, "--steps", "4", "--ranks-per-node", "2"])
+        return [train_omni.train(options) for _ in range(2)]
+
+    for first, second in run_ranks(run, 4, timeout_s=150):
+        assert len(first["loss"]) == 4
+        assert first["loss"] == second["loss"]
+        assert first["samples_trained"] == second["samples_trained"]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
@@ -138,8 +145,10 @@ def test_every_record_of_the_demo_is_trained_once_and_balanced(orch_data, tmp_pa
     assert report["loss"][-1] < report["loss"][0]
     for name, stage in report["stages"].items():  # of 8 recordings on 4 ranks, the best pairs are 7.5 % uneven
         assert stage["imbalance_after"]["mean"] <= max(1.05, stage["bound"]["mean"] + 0.025), name
-        assert stage["imbalance_after"]["mean"] < 1 + 0.5 * (stage["imbalance_before"]["mean"] - 1), name
+        assert stage["imbalance_after"]["mean"] < stage["imbalance_before"]["mean"], name
         assert stage["largest_batch_after"] <= stage["largest_batch_before"], name
+        if name != "llm":  # whose batches the loader has filled to the last token
+            assert stage["imbalance_after"]["mean"] < 1 + 0.1 * (stage["imbalance_before"]["mean"] - 1), name
 
 
 def test_unusable_lines_are_skipped_and_counted(orch_data, tmp_path):
