@@ -15,7 +15,7 @@ from orch.comm.topology import IntArray
 from orch.cost import sum_by_bin
 
 _MAX_TRADES = 64
-_MAX_PARTNERS = 2
+_MAX_PARTNERS = 4
 _HALF = 11  # items in each half, of which there are 2^11 subsets
 _LONGEST = 8  # of the items dealt anew
 _TURNS = 3  # choices of items to deal anew, where there are more

@@ -6,7 +6,7 @@ import pytest
 
 from tests.ranks import run_ranks
 
-OPTIONS = "--steps 2 --samples 40 --max-pixels 12544 --token-budget 192 --num-workers 0"
+OPTIONS = "--steps 2 --samples 60 --max-pixels 50176 --token-budget 384 --num-workers 0"
 
 
 def test_it_writes_a_trace_for_each_rank_and_one_picture(tmp_path):

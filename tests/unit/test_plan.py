@@ -128,8 +128,8 @@ def test_memory_is_that_of_the_groups_not_of_where_samples_lie(mode):
         assert metrics.imbalance_before == pytest.approx(largest["llm"] / 60)
 
 
-@pytest.mark.parametrize(("seed", "llm_improves"), [(0, False), (1, False), (2, True), (3, True)])
-def test_encoders_are_balanced_where_the_llm_hardly_can_be(seed, llm_improves):
+@pytest.mark.parametrize("seed", range(4))
+def test_encoders_are_balanced_where_the_llm_hardly_can_be(seed):
     """Groups that are full to the last token: no other layout of the LLM keeps the cap, but for trades between them."""
     rng, home = np.random.default_rng(seed), np.repeat(np.arange(8), 6)
     parts = rng.integers(40, 80, (8, 5))
@@ -141,7 +141,7 @@ def test_encoders_are_balanced_where_the_llm_hardly_can_be(seed, llm_improves):
     config = BalanceConfig("post", StageConfig(cost=PackedCost(0.0, 1.0, 1.0)))
     metrics = step_metrics(lengths, plan_step(lengths, Topology(8, 4), config), Topology(8, 4), config).stages
     assert metrics["llm"].largest_batch_after == metrics["llm"].largest_batch_before == 440
-    assert (metrics["llm"].imbalance_after < metrics["llm"].imbalance_before) == llm_improves
+    assert metrics["llm"].imbalance_after < metrics["llm"].imbalance_before
     assert metrics["vision"].imbalance_before > 1.2
     assert metrics["vision"].imbalance_after < 1.02
 
