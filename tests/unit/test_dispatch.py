@@ -292,3 +292,16 @@ def test_fit_packs_few_items_a_bin_where_dealing_cannot():
     costs = arrays([30, 30, 20, 20, 20])
     assert max(plain_lpt(costs.tolist(), [0, 0])) == 70
     assert np.bincount(fit(costs, 2, 60), weights=costs).max() == 60
+
+
+def test_greedy_looks_again_where_next_to_nothing_is_missing(monkeypatch):
+    def missing(seed):
+        lengths = np.random.default_rng(seed).lognormal(7, 0.6, 8 * 64).astype(np.int64) + 100
+        problem = DispatchProblem(lengths, np.arange(len(lengths)) % 64, Topology(64, 8), PackedCost())
+        return problem.largest_load(DISPATCHERS["greedy"](problem))
+
+    found = [missing(seed) for seed in range(8)]
+    monkeypatch.setattr("orch.dispatch.greedy._PATIENCE_NEAR", -1)
+    without = [missing(seed) for seed in range(8)]
+    assert all(ours <= other for ours, other in zip(found, without, strict=True))
+    assert sum(found) < sum(without)

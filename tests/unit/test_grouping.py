@@ -145,3 +145,11 @@ def test_no_sample_waits_for_ever() -> None:
         window.add([rows(start, 40 - int(count)) for count in counts])
     assert gone
     assert num_rounds <= 12
+
+
+def test_at_the_end_of_an_epoch_each_packed_group_has_its_share_of_long_samples() -> None:
+    lengths = np.minimum(np.random.default_rng(0).lognormal(6, 1, 400).astype(np.int64) + 20, 8000)
+    window = window_of(lengths, 4, "packed")
+    groups = [window.length[group] for step in window.plan_steps(all_ended=True) for group in step]
+    assert min(int(group.max()) for group in groups) > np.percentile(lengths, 90)
+    assert max(int(group.sum()) for group in groups) <= 16384
