@@ -9,7 +9,7 @@ import contextlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -90,11 +90,13 @@ def start_exchange(
     method: str = "flat",
     label: str = "rows",
     guard: Guard | None = None,
+    seal: Seal | None = None,
 ) -> ExchangeHandle:
     """Begins `exchange_many` and returns at once; `wait()` on the handle gives the results, differentiable as well.
 
     What runs in between overlaps with it, and in the backward, what lies in between overlaps with the inverse exchange.
     Whatever depends on other ranks runs inside `guard(label)`; the label of the inverse exchange ends in ".backward".
+    A `seal` travels with the gradients and is checked where they arrive.
     """
     guard = guard or _unguarded
     tensors = tuple(tensors)
@@ -108,7 +110,7 @@ def start_exchange(
         else:
             with guard(label):
                 finish = start_splits(buffer, exchange, group, method, label)
-    way_back = _WayBack()
+    way_back = _WayBack(seal)
     departed = tuple(_Departure.apply(way_back, *tensors))
     return ExchangeHandle(departed, exchange, group, method, label, guard, packing, finish, way_back)
 
@@ -174,7 +176,19 @@ class ExchangeHandle:
 class _WayBack:
     """The inverse exchange between the backwards of `_Arrival`, which begins it, and `_Departure`, which waits."""
 
+    seal: Seal | None
     handle: ExchangeHandle | None = None
+
+    def sealed(self, grads: Sequence[Tensor]) -> list[Tensor]:
+        """What travels."""
+        return [*grads, self.seal.outgoing().to(grads[0].device)] if self.seal is not None else list(grads)
+
+    def opened(self, arrived: list[Tensor]) -> list[Tensor]:
+        """The gradients that arrived."""
+        if self.seal is None:
+            return arrived
+        self.seal.check(arrived[-1])
+        return arrived[:-1]
 
 
 class _Departure(torch.autograd.Function):
@@ -189,10 +203,11 @@ class _Departure(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        handle, ctx.way_back.handle = ctx.way_back.handle, None
+        way_back: _WayBack = ctx.way_back
+        handle, way_back.handle = way_back.handle, None
         if handle is None:
             return None, *grads
-        returned = iter(handle.wait())
+        returned = iter(way_back.opened(handle.wait()))
         return None, *(next(returned) if needed else None for needed in ctx.needs_input_grad[1:])
 
 
@@ -211,10 +226,10 @@ class _Arrival(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         exchange, group, method, label, guard = ctx.inverse
         needed = [index for index, need in enumerate(ctx.needs_input_grad[1:]) if need]
-        gone = [grads[index] for index in needed]
+        gone = ctx.way_back.sealed([grads[index] for index in needed])
         handle = start_exchange(gone, exchange.inverse(), group, method=method, label=label, guard=guard)
         if torch.is_grad_enabled():  # for second derivatives
-            returned = handle.wait()
+            returned = ctx.way_back.opened(handle.wait())
         else:  # nobody reads these but `_Departure`
             ctx.way_back.handle = handle
             returned = [grads[index].new_zeros(()).expand(ctx.shapes[index]) for index in needed]
@@ -253,6 +268,19 @@ def _check(tensors: tuple[Tensor, ...], exchange: Exchange, group: Group, method
 
 Guard = Callable[[str], contextlib.AbstractContextManager[None]]
 """Around what other ranks can make fail; given the label of the exchange."""
+
+
+class Seal(Protocol):
+    """Ids of the rows whose gradients move back."""
+
+    def outgoing(self) -> Tensor:
+        """[m, ...], of any dtype: for each row that this rank received, what goes back with its gradient."""
+        ...
+
+    def check(self, found: Tensor) -> None:
+        """Raises where what came back, [n, ...] for the rows that this rank sent, is not what belongs there."""
+        ...
+
 
 _Finish = Callable[[], Tensor]
 """Waits for a collective and returns the rows received, in the order of their source ranks."""

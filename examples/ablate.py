@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import json
 import time
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from dataclasses import asdict
-from itertools import islice
+from itertools import count, islice
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from engines import wrap_ddp
 from omni.tokenizer import train_tokenizer
+from part_times import PartTimes, least, pin_thread
 from reporting import print_ablation
 from tiny_omni import tiny_thinker_config
 from train_omni import make_dataset, make_model, make_parser
@@ -66,51 +67,52 @@ def record(args: Namespace, tokenizer: Any, config: Any) -> list[Samples]:
     return groups
 
 
-def measure(engine: Any, loaders: dict[str, Any], num_repeats: int) -> tuple[FloatArray, FloatArray]:
-    """CPU and wall-clock seconds of forward and backward on this rank: [variants, repeats, steps] each."""
-    times: dict[str, list[list[tuple[float, float]]]] = {name: [] for name in loaders}
+def measure(engine: Any, loaders: dict[str, Any], parts: PartTimes, num_repeats: int) -> tuple[FloatArray, FloatArray]:
+    """Seconds of forward and backward on this rank: CPU [variants, steps], wall clock [variants, repeats, steps].
+
+    Ranks change cores at every repeat, so that a slow core is no rank's own.
+    """
+    runs: dict[str, list[list[tuple[list[float], float]]]] = {name: [] for name in loaders}
+    names = list(loaders)
     for repeat in range(num_repeats + 1):
+        pin_thread(dist.get_rank() + repeat)
         batches = {name: iter(loader) for name, loader in loaders.items()}
-        runs: dict[str, list[tuple[float, float]]] = {name: [] for name in loaders}
-        names, turn = list(loaders), repeat
-        while True:
-            turn += 1
+        for turn in count(repeat):
             order = names[turn % len(names) :] + names[: turn % len(names)]
             prepared = {name: next(batches[name], None) for name in order}
             if prepared[names[0]] is None:
                 break
             for name in order:
-                runs[name].append(_timed(engine, prepared[name]))
-        if repeat:  # the first round warms up
-            for name in names:
-                times[name].append(runs[name])
-    both = np.array([times[name] for name in loaders])
-    return both[..., 0], both[..., 1]
+                if turn == repeat:
+                    runs[name].append([])
+                runs[name][-1].append(_timed(engine, prepared[name], parts))
+    kept = {name: runs[name][1:] for name in names}  # the first round warms up
+    cpu = [[least([seconds for seconds, _ in step]) for step in zip(*kept[name], strict=True)] for name in names]
+    wall = [[[elapsed for _, elapsed in run] for run in kept[name]] for name in names]
+    return np.array(cpu), np.array(wall)
 
 
-def _timed(engine: Any, batch: Any) -> tuple[float, float]:
+def _timed(engine: Any, batch: Any, parts: PartTimes) -> tuple[list[float], float]:
+    """CPU seconds of each part, and seconds that passed."""
     dist.barrier()
-    cpu, wall = time.thread_time(), time.perf_counter()
-    engine(**batch).loss.backward()
-    spent = time.thread_time() - cpu, time.perf_counter() - wall
+    start = time.perf_counter()
+    with parts.measure() as seconds:
+        engine(**batch).loss.backward()
+    elapsed = time.perf_counter() - start
     engine.zero_grad()
-    return spent
+    return seconds, elapsed
 
 
 def over_ranks(seconds: FloatArray) -> FloatArray:
-    """Everyone's times: [ranks, variants, repeats, steps], in seconds."""
+    """Everyone's times, ranks first; in seconds."""
     gathered = gather_ragged(np.round(seconds * 1e9).astype(np.int64).ravel())
     return np.stack(gathered).reshape(-1, *seconds.shape) / 1e9
 
 
 def summarise(cpu: FloatArray, wall: FloatArray, loaders: dict[str, Any], num_tokens: int) -> dict[str, Any]:
-    """The table, from the times of all ranks ([ranks, variants, repeats, steps]).
-
-    A rank's CPU time for a step is the least of its repeats: whatever disturbs a run can only add to it.
-    """
-    rank_cpu = cpu.min(axis=2)
-    step_cpu, step_wall = rank_cpu.max(axis=0), np.median(wall.max(axis=0), axis=1)
-    perfect = rank_cpu[:, 0].mean(axis=0)
+    """The table, from all ranks' times: CPU [ranks, variants, steps], wall clock [ranks, variants, repeats, steps]."""
+    step_cpu, step_wall = cpu.max(axis=0), np.median(wall.max(axis=0), axis=1)
+    perfect = cpu[:, 0].mean(axis=0)
     possible = step_cpu[0].sum() - perfect.sum()
     rows = {}
     for index, (name, loader) in enumerate(loaders.items()):
@@ -119,9 +121,10 @@ def summarise(cpu: FloatArray, wall: FloatArray, loaders: dict[str, Any], num_to
             "cpu_ms": _median_and_interval(step_cpu[index]),
             "wall_ms": _median_and_interval(step_wall[index]),
             "tokens_per_s": num_tokens / step_cpu[index].sum(),
-            "work": rank_cpu[:, index].sum() / rank_cpu[:, 0].sum(),
+            "work": cpu[:, index].sum() / cpu[:, 0].sum(),
             "speed": step_cpu[0].sum() / step_cpu[index].sum(),
             "share_of_possible_gain": (step_cpu[0].sum() - step_cpu[index].sum()) / possible,
+            "rank_cpu_s": cpu[:, index].tolist(),
             "stages": summary["stages"],
             "bytes": summary["bytes"],
         }
@@ -130,7 +133,7 @@ def summarise(cpu: FloatArray, wall: FloatArray, loaders: dict[str, Any], num_to
         "speed": step_cpu[0].sum() / perfect.sum(),
         "tokens_per_s": num_tokens / perfect.sum(),
     }
-    return {"num_steps": cpu.shape[3], "num_repeats": cpu.shape[2], "variants": rows, "perfect balance": ideal}
+    return {"num_steps": wall.shape[3], "num_repeats": wall.shape[2], "variants": rows, "perfect balance": ideal}
 
 
 def _median_and_interval(seconds: FloatArray) -> dict[str, float]:
@@ -149,7 +152,7 @@ def run(args: Namespace) -> dict[str, Any]:
     model = make_model(args, config, torch.device("cpu"))
     drawn = [sample for group in groups for sample in group][:NUM_CALIBRATION_SAMPLES]
     costs = orch.calibrate(model, drawn, layout=args.layout)
-    engine = wrap_ddp(model)
+    parts, engine = PartTimes(model), wrap_ddp(model)
     topology = orch.Topology(dist.get_world_size(), args.ranks_per_node)
     loaders = {
         name: orch.orchestrate(
@@ -163,22 +166,27 @@ def run(args: Namespace) -> dict[str, Any]:
         )
         for name, (balance, exchange) in VARIANTS.items()
     }
-    cpu, wall = measure(engine, loaders, args.repeats)
+    cpu, wall = measure(engine, loaders, parts, args.repeats)
     num_tokens = sum(len(sample["input_ids"]) for group in groups for sample in group)
     everyones = int(sum(int(tokens[0]) for tokens in gather_ragged(np.array([num_tokens], dtype=np.int64))))
     fitted = {name: asdict(cost) for name, cost in costs.items()}
     return summarise(over_ranks(cpu), over_ranks(wall), loaders, everyones) | {"costs_s": fitted}
 
 
-def main() -> None:
-    """Every rank runs this."""
+def make_arguments() -> ArgumentParser:
+    """Those of the training example, and those of the comparison."""
     parser = make_parser((__doc__ or "").splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=3, help="times that every step is run under each variant")
+    parser.add_argument("--repeats", type=int, default=6, help="times that every step is run under each variant")
     # Wide and shallow: attention takes a share of a step that is near that of large models at their lengths.
     parser.add_argument("--hidden-size", type=int, default=512, help="of the LLM")
     parser.add_argument("--num-layers", type=int, default=2, help="of the LLM and of the vision tower")
-    parser.set_defaults(steps=16, samples=1000, token_budget=2048, max_pixels=448 * 448)
-    args = parser.parse_args()
+    parser.set_defaults(steps=10, samples=1000, token_budget=2048, max_pixels=448 * 448)
+    return parser
+
+
+def main() -> None:
+    """Every rank runs this."""
+    args = make_arguments().parse_args()
     dist.init_process_group("gloo")
     result = run(args)
     if dist.get_rank() == 0:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from orch.comm.topology import IntArray, Topology
 from orch.config import BalanceConfig, StageConfig
-from orch.dispatch import DispatchProblem, dispatch
-from orch.lengths import ItemLengths, StepLengths
+from orch.dispatch import DispatchProblem, dispatch_all
+from orch.lengths import StepLengths
 from orch.memory import LLM
 from orch.weights import SampleWeights, weigh_samples
 
@@ -66,23 +66,24 @@ class Assigner:
         """The rank and the micro-step of each sample: int64[N] each."""
         num_micro_steps = self.lengths.num_micro_steps
         everything = np.arange(self.lengths.num_samples)
-        bins = self._deal_samples(everything, weights, num_micro_steps, self.lengths.micro_step)
+        problem = self._samples(everything, weights, num_micro_steps, self.lengths.micro_step)
+        (bins,) = self._dispatch([problem], [self.config.llm])
         return bins // num_micro_steps, bins % num_micro_steps
 
     def _deal_samples_in_micro_steps(self, weights: SampleWeights) -> IntArray:
         """The rank of each sample: int64[N]."""
         rank = self.lengths.home.copy()
-        for micro_step in range(self.lengths.num_micro_steps):
-            chosen = np.flatnonzero(self.lengths.micro_step == micro_step)
-            rank[chosen] = self._deal_samples(chosen, weights, 1, np.zeros_like(chosen))
+        chosen = _by_value(self.lengths.micro_step, self.lengths.num_micro_steps)
+        problems = [self._samples(own, weights, 1, np.zeros_like(own)) for own in chosen]
+        for own, found in zip(chosen, self._dispatch(problems, [self.config.llm] * len(chosen)), strict=True):
+            rank[own] = found
         return rank
 
-    def _deal_samples(
+    def _samples(
         self, chosen: IntArray, weights: SampleWeights, bins_per_rank: int, micro_step: IntArray
-    ) -> IntArray:
-        """The bin of each chosen sample: int64[n]."""
+    ) -> DispatchProblem:
         llm = self.config.llm
-        problem = DispatchProblem(
+        return DispatchProblem(
             lengths=self.lengths.llm_length[chosen],
             home=self.lengths.home[chosen] * bins_per_rank + micro_step,
             topology=self.topology,
@@ -95,27 +96,32 @@ class Assigner:
             target_bytes=weights.target_bytes[chosen],
             group_bin=self.lengths.group_rank[chosen] * bins_per_rank + micro_step,
         )
-        return self._dispatch(problem, llm)
 
     def _with_encoders(self, llm_rank: IntArray, micro_step: IntArray, *, preview: bool = False) -> Assignment:
         """Adds the rank that encodes each item, as the mode says.
 
         A preview leaves alone the stages whose dispatcher does not look at where samples go.
         """
-        encode, lengths = {}, self.lengths
+        lengths = self.lengths
         start = {"pre": llm_rank, "llm": lengths.group_rank, "post": lengths.home}[self.config.mode]
-        for name, items in lengths.stages.items():
-            stage = self.config.stage(name)
-            encode[name] = start[items.sample]
-            if self.config.mode == "post" and not (preview and stage.dispatcher_name != "local"):
-                for value in range(lengths.num_micro_steps):
-                    chosen = np.flatnonzero(micro_step[items.sample] == value)
-                    problem = self._items(name, items, chosen, llm_rank)
-                    encode[name][chosen] = self._dispatch(replace(problem, rough=preview), stage)
+        encode = {name: start[items.sample] for name, items in lengths.stages.items()}
+        if self.config.mode != "post":
+            return Assignment(llm_rank, micro_step, encode)
+        parts = [
+            (name, own)
+            for name, items in lengths.stages.items()
+            if not (preview and self.config.stage(name).dispatcher_name != "local")
+            for own in _by_value(micro_step[items.sample], lengths.num_micro_steps)
+        ]
+        problems = [replace(self._items(name, own, llm_rank), rough=preview) for name, own in parts]
+        found = self._dispatch(problems, [self.config.stage(name) for name, _ in parts])
+        for (name, own), ranks in zip(parts, found, strict=True):
+            encode[name][own] = ranks
         return Assignment(llm_rank, micro_step, encode)
 
-    def _items(self, name: str, items: ItemLengths, chosen: IntArray, llm_rank: IntArray) -> DispatchProblem:
-        stage, sample = self.config.stage(name), items.sample[chosen]
+    def _items(self, name: str, chosen: IntArray, llm_rank: IntArray) -> DispatchProblem:
+        stage, items = self.config.stage(name), self.lengths.stages[name]
+        sample = items.sample[chosen]
         return DispatchProblem(
             lengths=items.length[chosen],
             home=self.lengths.home[sample],
@@ -129,5 +135,11 @@ class Assigner:
             group_bin=self.lengths.group_rank[sample],
         )
 
-    def _dispatch(self, problem: DispatchProblem, stage: StageConfig) -> IntArray:
-        return dispatch(problem, stage.dispatcher_name, placement=self.config.placement)
+    def _dispatch(self, problems: Sequence[DispatchProblem], stages: Sequence[StageConfig]) -> list[IntArray]:
+        dispatchers = [stage.dispatcher_name for stage in stages]
+        return dispatch_all(problems, dispatchers, placement=self.config.placement)
+
+
+def _by_value(values: IntArray, num_values: int) -> list[IntArray]:
+    """The positions of each value from 0 on, ascending: a list of `num_values` int64 arrays."""
+    return [np.flatnonzero(values == value) for value in range(num_values)]

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from orch.comm.topology import IntArray, Topology
-from orch.cost import AdditiveCost, CostModel, PackedCost
+from orch.cost import CostModel, PackedCost, is_additive
 from orch.dispatch import DispatchProblem, check_dispatcher, dispatch
 
 
@@ -53,7 +53,7 @@ def balance(
         home=home_rank,
         topology=topology,
         cost=cost,
-        layout="packed" if isinstance(cost, AdditiveCost) else "padded",
+        layout="packed" if is_additive(cost) else "padded",
         cap=None,
         move_bytes=None if sizes is None else as_counts("sizes", sizes, len(length)),
     )

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from orch.balancing import as_counts, as_ranks
 from orch.comm.topology import IntArray, Topology
-from orch.cost import AdditiveCost, CostModel, PackedCost, PaddedLikeCost, sum_by_bin
+from orch.cost import CostModel, PackedCost, PaddedLikeCost, is_additive, sum_by_bin
 from orch.dispatch import DISPATCHERS, DispatchProblem
 from orch.dispatch.bounds import least_load
 from orch.dispatch.order import ascending, run_starts
@@ -60,7 +60,7 @@ def lower_bounds(
     length = as_counts("lengths", lengths)
     home_rank = as_ranks("home", home, len(length), topology)
     size = length if sizes is None else as_counts("sizes", sizes, len(length))
-    if not isinstance(cost, AdditiveCost):
+    if not is_additive(cost):
         load = _padded_load(DispatchProblem(length, home_rank, topology, cost, layout="padded"))
         return LowerBounds(load, load + load // 100 if target is None else target, 0)
     costs = cost.item_costs(length)

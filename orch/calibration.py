@@ -24,6 +24,7 @@ from orch.stages import Item, Stage, stages_in
 T = TypeVar("T")
 LLM = "llm"
 _SHARES = (0.25, 0.5, 1.0)
+_ROUNDS = 4
 
 
 def calibrate(
@@ -31,7 +32,7 @@ def calibrate(
     samples: Sequence[Mapping[str, Any]],
     *,
     layout: str = "packed",
-    num_batches: int = 24,
+    num_batches: int = 16,
     seed: int = 0,
 ) -> dict[str, CostModel]:
     """Measures what batches of each stage cost in forward and backward, and fits a cost model to it.
@@ -46,11 +47,13 @@ def calibrate(
         seed: Of the choice of batches.
 
     Returns:
-        By stage name, and "llm": a cost in seconds. Stages without an item in `samples` are left out.
+        By stage name, and "llm": a cost in seconds. Stages are left out that have no item in rank 0's `samples`, or
+        items too few to tell a long batch from a short one; `orchestrate` then counts their FLOPs.
     """
     rng = np.random.default_rng(seed)
-    kept = {name: parameter.grad for name, parameter in model.named_parameters()}
-    costs: dict[str, CostModel] = {}
+    kept = [(parameter, parameter.grad) for parameter in model.parameters()]
+    model.zero_grad()  # else the runs would add to what is kept
+    costs: dict[str, CostModel | None] = {}
     stages = stages_in(model)
     for name, stage in stages.items():
         stage.bind(model.config)
@@ -63,9 +66,9 @@ def calibrate(
     family = PackedCost if layout == "packed" else PaddedCost
     texts = [{"input_ids": _text_only(s["input_ids"]), "labels": torch.as_tensor(s["labels"])} for s in samples]
     costs[LLM] = _measured(family, _batches(texts, num_batches, rng), _run_llm(model, collate), _num_tokens)
-    for name, parameter in model.named_parameters():
-        parameter.grad = kept[name]
-    return _of_rank_0(costs, [*stages, LLM])
+    for parameter, grad in kept:
+        parameter.grad = grad
+    return _of_rank_0({name: cost for name, cost in costs.items() if cost is not None}, [*stages, LLM])
 
 
 def _batches(pool: Sequence[T], num_batches: int, rng: np.random.Generator) -> list[list[T]]:
@@ -83,12 +86,18 @@ def _measured(
     batches: Sequence[list[T]],
     run: Callable[[list[T]], None],
     length: Callable[[T], int],
-) -> CostModel:
-    """The fitted cost; each batch counts with the quicker of two runs."""
+) -> CostModel | None:
+    """The fitted cost; None where times do not grow with batches.
+
+    Each batch counts with its quickest run, and its runs lie apart, since what disturbs a machine lasts for seconds.
+    """
     run(batches[0])
-    seconds = [min(_timed(run, batch), _timed(run, batch)) for batch in batches]
+    seconds = np.min([[_timed(run, batch) for batch in batches] for _ in range(_ROUNDS)], axis=0).tolist()
     lengths = [np.array([length(item) for item in batch], dtype=np.int64) for batch in batches]
-    return fit(family, lengths, seconds)  # type: ignore[type-var]
+    try:
+        return fit(family, lengths, seconds)  # type: ignore[type-var]
+    except ValueError:
+        return None
 
 
 def _timed(run: Callable[[T], None], batch: T) -> float:

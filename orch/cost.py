@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeGuard, runtime_checkable
 
 import numpy as np
 
@@ -35,6 +35,11 @@ class AdditiveCost(CostModel, Protocol):
     def item_costs(self, lengths: IntArray) -> IntArray:
         """Cost of each item: int64[N]."""
         ...
+
+
+def is_additive(cost: object) -> TypeGuard[AdditiveCost]:
+    """Whether a cost model is an `AdditiveCost`; much faster than `isinstance`, which looks at every attribute."""
+    return hasattr(cost, "item_costs")
 
 
 @runtime_checkable

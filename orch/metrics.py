@@ -10,7 +10,7 @@ import numpy as np
 from orch.comm.layout import Layout
 from orch.comm.topology import IntArray, Topology
 from orch.config import BalanceConfig, StageConfig
-from orch.cost import AdditiveCost, CostModel
+from orch.cost import CostModel, is_additive
 from orch.dispatch.bounds import least_load
 from orch.lengths import StepLengths
 from orch.memory import LLM, largest_batches, largest_drawn
@@ -130,7 +130,7 @@ class _Loads:
 
 
 def _least(cost: CostModel, sizes: IntArray, num_ranks: int) -> float:
-    if isinstance(cost, AdditiveCost):
+    if is_additive(cost):
         return least_load(cost.item_costs(sizes), num_ranks)
     return float(cost.loads(sizes, np.arange(len(sizes)), len(sizes)).max(initial=0))
 

@@ -39,6 +39,7 @@ class StageBatch:
         part_rows: Rows of each of these items.
         moves: Whether any row of any rank changes rank.
         tags: Ids that travel with the rows, in the debug mode.
+        tags_of_gradients: And with their gradients.
     """
 
     inputs: Mapping[str, Any]
@@ -48,6 +49,7 @@ class StageBatch:
     part_rows: tuple[int, ...]
     moves: bool = True
     tags: Tags | None = None
+    tags_of_gradients: Tags | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -190,8 +192,8 @@ def start_stage(stage: Stage, batch: StageBatch, micro_step: MicroStep) -> Calla
         return lambda: tuple(tensor.index_select(0, index) for tensor in rows)
     method, guard = micro_step.exchange_method, functools.partial(_guard_exchange, micro_step, stage.name)
     tags = () if batch.tags is None else (batch.tags.outgoing().to(rows[0].device),)
-    sent = (*rows, *tags)
-    handle = start_exchange(sent, batch.exchange, micro_step.group, method=method, label=stage.name, guard=guard)
+    how: dict[str, Any] = {"method": method, "label": stage.name, "guard": guard, "seal": batch.tags_of_gradients}
+    handle = start_exchange((*rows, *tags), batch.exchange, micro_step.group, **how)
 
     def wait() -> tuple[torch.Tensor, ...]:
         arrived = tuple(handle.wait())

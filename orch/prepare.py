@@ -89,7 +89,7 @@ def open_step_parcels(
 
 def stage_batch(
     stage: StagePlan, num_rows: IntArray, items: list[Item], parts: Sequence[Sequence[Item]], adapter: EncoderAdapter,
-    rank: int, topology: Topology | None = None, tags: Tags | None = None,
+    rank: int, topology: Topology | None = None, tags: tuple[Tags | None, Tags | None] = (None, None),
 ) -> StageBatch:  # fmt: skip
     """What one stage does on this rank; `num_rows` (int64[m]) are the rows of each of the micro-step's items."""
     encoded = stage.encode.rank_of_item == rank
@@ -101,7 +101,8 @@ def stage_batch(
         parts=tuple(part for sample in parts for part in sample),
         part_rows=tuple(num_rows[needed].tolist()),
         moves=not np.array_equal(stage.encode.rank_of_item, stage.llm.rank_of_item),
-        tags=tags,
+        tags=tags[0],
+        tags_of_gradients=tags[1],
     )
 
 
@@ -111,11 +112,13 @@ def parcel_tags(plan: MicroStepPlan, rank: int, step: int) -> Tags:
     return Tags.of(step, "exchange raw items", list(plan.stages), ids, _all_parcels(plan), rank)
 
 
-def row_tags(plan: MicroStepPlan, name: str, num_rows: IntArray, rank: int, step: int) -> Tags:
-    """The tags of a stage's rows on their way to the LLM."""
+def row_tags(plan: MicroStepPlan, name: str, num_rows: IntArray, rank: int, step: int) -> tuple[Tags, Tags]:
+    """The tags of a stage's rows on their way to the LLM, and of their gradients on the way back."""
     names = list(plan.stages)
     ids, move = ids_in(plan)[1 + names.index(name)], plan.stages[name].to_llm
-    return Tags.of(step, f"stage {name}, exchange rows", names, ids, move, rank, num_rows)
+    there = Tags.of(step, f"stage {name}, exchange rows", names, ids, move, rank, num_rows)
+    back = Tags.of(step, f"stage {name}, exchange gradients of rows", names, ids, move.inverse(), rank, num_rows)
+    return there, back
 
 
 def _all_parcels(plan: MicroStepPlan) -> Rearrangement:

@@ -174,7 +174,7 @@ class StepProducer:
             for name, stage in plan.stages.items():
                 adapter, parts = setup.stages[name].adapter, arrived.parts[name]
                 num_rows = lengths.stages[name].num_rows[stage.items]
-                of_rows = row_tags(plan, name, num_rows, rank, step) if setup.debug else None
+                of_rows = row_tags(plan, name, num_rows, rank, step) if setup.debug else (None, None)
                 stages[name] = stage_batch(
                     stage, num_rows, arrived.items[name], parts, adapter, rank, setup.topology, of_rows
                 )

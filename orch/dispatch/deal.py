@@ -12,6 +12,8 @@ import numpy as np
 from orch.comm.topology import IntArray
 from orch.dispatch.order import ascending, descending, run_starts
 
+_FEW_GROUPS = 4
+
 
 def deal(costs: IntArray, loads: IntArray) -> tuple[IntArray, IntArray]:
     """Longest processing time first, exactly.
@@ -86,8 +88,8 @@ def fold(costs: IntArray, num_bins: int) -> IntArray:
 def deal_in_groups(costs: IntArray, group_of_item: IntArray, loads: IntArray, group_of_bin: IntArray) -> IntArray:
     """Deals items to the bins of their own group, all groups at once, longest processing time first or nearly so.
 
-    One group is dealt by `deal`. Of several, in a round, the bins of a group in order of load take the group's next
-    items, as far as they are no fuller than the lightest is with its item.
+    A few groups are dealt by `deal`, one after the other. Of more, in a round, the bins of a group in order of load
+    take the group's next items, as far as they are no fuller than the lightest is with its item.
 
     Args:
         costs: int64[N], not negative.
@@ -98,9 +100,12 @@ def deal_in_groups(costs: IntArray, group_of_item: IntArray, loads: IntArray, gr
     Returns:
         int64[N], the bin of each item.
     """
-    loads, num_groups = loads.copy(), int(group_of_bin[-1]) + 1
+    num_groups = int(group_of_bin[-1]) + 1
     if num_groups == 1:
         return deal(costs, loads)[0]
+    if num_groups <= _FEW_GROUPS:
+        return _deal_one_by_one(costs, group_of_item, loads, group_of_bin)
+    loads = loads.copy()
     order = ascending(group_of_item, -costs)
     costs = costs[order]
     bin_of_item = np.empty(len(order), dtype=np.int64)
@@ -121,3 +126,11 @@ def deal_in_groups(costs: IntArray, group_of_item: IntArray, loads: IntArray, gr
         bin_of_item[order[item]] = bins
         loads[bins] += costs[item]
         following += np.bincount(group[served], minlength=num_groups)
+
+
+def _deal_one_by_one(costs: IntArray, group_of_item: IntArray, loads: IntArray, group_of_bin: IntArray) -> IntArray:
+    bin_of_item = np.empty(len(costs), dtype=np.int64)
+    for group in range(int(group_of_bin[-1]) + 1):
+        items, first, stop = (group_of_item == group).nonzero()[0], *group_of_bin.searchsorted([group, group + 1])
+        bin_of_item[items] = first + deal(costs[items], loads[first:stop])[0]
+    return bin_of_item

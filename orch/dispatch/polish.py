@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from orch.comm.topology import IntArray
 from orch.cost import sum_by_bin
-from orch.dispatch.order import ascending, run_starts
+from orch.dispatch.order import ascending, run_starts, starts_run
 
 _NEVER = np.iinfo(np.int64).max
 _FEW_ITEMS = 10  # of a pair of bins; 2^9 ways to split them
@@ -29,15 +29,17 @@ class Limits:
     """What a polish may do.
 
     Attributes:
-        goal: Bins up to this load are left alone.
+        goal: Bins up to this load are left alone: one for all, or int64[bins], the same within a scope.
         group: int64[bins], nondecreasing; items stay within their group of bins (a node, say). None for one group.
-        patience: How many rounds in a row may fail to make progress.
-        max_work: The budget, in items looked at over all rounds.
+        scope: int64[bins], nondecreasing, each of whole groups: layouts apart, polished at once. None for one.
+        patience: How many rounds in a row may fail to make progress, in a scope.
+        max_work: The budget, in items looked at over all rounds, for each scope.
         progress: The largest load must come closer to the goal by more than this share of the way.
     """
 
-    goal: int
+    goal: int | IntArray
     group: IntArray | None = None
+    scope: IntArray | None = None
     patience: int = 12
     max_work: int = 1_000_000
     progress: float = 0.0
@@ -55,22 +57,29 @@ def polish(costs: IntArray, bin_of_item: IntArray, num_bins: int, limits: Limits
     Returns:
         int64[N], the improved layout; its largest load is no larger.
     """
-    loads = sum_by_bin(costs, bin_of_item, num_bins)
-    largest = int(loads.max())
-    if largest <= limits.goal:
+    goal = np.broadcast_to(np.asarray(limits.goal, dtype=np.int64), num_bins)
+    excess = sum_by_bin(costs, bin_of_item, num_bins) - goal
+    one = np.zeros(num_bins, dtype=np.int64)
+    scope = one if limits.scope is None else limits.scope
+    first_of_scope = np.flatnonzero(starts_run(scope))
+    above = np.maximum.reduceat(excess, first_of_scope)
+    if not (above > 0).any():
         return bin_of_item
     order = ascending(costs)
-    group = limits.group if limits.group is not None else np.zeros(num_bins, dtype=np.int64)
-    state = _State(costs[order], bin_of_item[order], loads, group)
-    work, stale = 0, 0
-    while largest > limits.goal and stale <= limits.patience and work < limits.max_work:
+    group = one if limits.group is None else limits.group
+    state = _State(costs[order], bin_of_item[order], excess, goal, group, scope)
+    work, stale = 0, np.zeros_like(above)
+    while work < limits.max_work * len(above):
+        active = (above > 0) & (stale <= limits.patience)
+        if not active.any():
+            break
         # The upper part of what is above the goal first: the rest is worth no work before these have come down. But
         # where nothing helps, other pairs may change what the fullest bin can be paired with.
-        floor = limits.goal + (largest - limits.goal) // _LOW if stale % 3 == 0 else limits.goal
+        floor = np.where(active, np.where(stale % 3 == 0, above // _LOW, 0), _NEVER)
         pairs = state.pair(floor, shift=stale * stale)
         work += state.improve(pairs) + 2 * num_bins + len(costs) // 4 + _WORK_OF_ROUND
-        above, largest = largest - limits.goal, int(loads.max())
-        stale = 0 if above - (largest - limits.goal) > limits.progress * above else stale + 1
+        before, above = above, np.maximum.reduceat(excess, first_of_scope)
+        stale = np.where(before - above > limits.progress * before, 0, stale + 1)
     polished = np.empty_like(bin_of_item)
     polished[order] = state.bin_of_item
     return polished
@@ -89,30 +98,45 @@ class _Pairs:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _State:
-    """A layout under way. Items are numbered by rising cost; `bin_of_item` and `loads` change in place."""
+    """A layout under way. Items are numbered by rising cost; `bin_of_item` and `excess` change in place.
+
+    Attributes:
+        costs: int64[N].
+        bin_of_item: int64[N].
+        excess: int64[bins], loads without the goal.
+        goal: int64[bins].
+        group: int64[bins].
+        scope: int64[bins].
+    """
 
     costs: IntArray
     bin_of_item: IntArray
-    loads: IntArray
+    excess: IntArray
+    goal: IntArray
     group: IntArray
+    scope: IntArray
 
-    def pair(self, floor: int, shift: int) -> _Pairs:
+    def pair(self, floor: IntArray, shift: IntArray) -> _Pairs:
         """In each group of n bins, pairs the i-th of m above the floor with the (i + shift)-th emptiest of the others.
 
         At most half of the bins of a group count as above the floor.
+
+        Args:
+            floor: Above the goal; int64[scopes].
+            shift: int64[scopes].
         """
-        order = ascending(self.group, self.loads)
-        loads, group = self.loads[order], self.group[order]
+        order = ascending(self.group, self.excess)
+        excess, group = self.excess[order], self.group[order]
         size = np.bincount(group)
         stop = size.cumsum()
-        upper = (loads > floor).nonzero()[0]
+        upper = (excess > floor[self.scope]).nonzero()[0]  # order keeps bins in their group, and so in their scope
         height = stop[group[upper]] - 1 - upper  # 0 for the fullest of its group
         halves = height < size[group[upper]] // 2
         upper, height = upper[halves], height[halves]
         of_group = group[upper]
         others = (size - np.bincount(of_group, minlength=len(size)))[of_group]
-        lower = (stop - size)[of_group] + (height + shift) % others
-        useful = loads[lower] < loads[upper]
+        lower = (stop - size)[of_group] + (height + shift[self.scope[upper]]) % others
+        useful = excess[lower] < excess[upper]
         return _Pairs(order[upper[useful]], order[lower[useful]])
 
     def improve(self, pairs: _Pairs) -> int:
@@ -120,7 +144,7 @@ class _State:
         num_pairs = len(pairs)
         if not num_pairs:
             return 0
-        tag_of_bin = np.full(len(self.loads), -1, dtype=np.int64)
+        tag_of_bin = np.full(len(self.excess), -1, dtype=np.int64)
         tag_of_bin[pairs.full] = np.arange(num_pairs)
         tag_of_bin[pairs.empty] = np.arange(num_pairs, 2 * num_pairs)
         tag = tag_of_bin[self.bin_of_item]
@@ -148,7 +172,7 @@ class _State:
         keys[0], keys[-1] = -1, _NEVER  # of no pair
         keys[1:-1] = pair_of_other * stride + items[~in_full]
         keys.sort()
-        costs, gap = self.costs[leaves], (self.loads[pairs.full] - self.loads[pairs.empty])[pair]
+        costs, gap = self.costs[leaves], (self.excess[pairs.full] - self.excess[pairs.empty])[pair]
         wish = costs - gap // 2  # the cost of the ideal item to get back
         at = keys.searchsorted(pair * stride + self.costs.searchsorted(wish))
         miss, returns = _miss(costs, gap), np.full(len(leaves), -1, dtype=np.int64)
@@ -172,8 +196,8 @@ class _State:
         change[swaps] -= self.costs[returns[swaps]]
         self.bin_of_item[leaves] = empty
         self.bin_of_item[returns[swaps]] = full[swaps]
-        self.loads[full] -= change
-        self.loads[empty] += change
+        self.excess[full] -= change
+        self.excess[empty] += change
 
     def _split(self, pairs: _Pairs, items: IntArray, pair: IntArray) -> None:
         """Deals the items of each pair anew, by the best of all ways to split them."""
@@ -186,13 +210,14 @@ class _State:
         sums = table @ _SUBSETS
         total = table.sum(axis=1)
         best = np.argmin(np.abs(2 * sums - total[:, None]), axis=1)
-        found = sums[np.arange(len(present)), best]
-        gains = np.maximum(found, total - found) < self.loads[pairs.full[present]]
+        found, total = sums[np.arange(len(present)), best].astype(np.int64), total.astype(np.int64)
+        full, empty = pairs.full[present], pairs.empty[present]
+        gains = np.maximum(found, total - found) < self.excess[full] + self.goal[full]
         in_subset = _SUBSETS[slot, best[row]] == 1
         to = np.where(in_subset, pairs.full[pair], pairs.empty[pair])
         self.bin_of_item[items[gains[row]]] = to[gains[row]]
-        self.loads[pairs.full[present[gains]]] = found[gains]
-        self.loads[pairs.empty[present[gains]]] = (total - found)[gains]
+        self.excess[full[gains]] = found[gains] - self.goal[full[gains]]
+        self.excess[empty[gains]] = (total - found)[gains] - self.goal[empty[gains]]
 
 
 def _subsets() -> npt.NDArray[np.float64]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from orch.comm.topology import IntArray, Topology
-from orch.cost import AdditiveCost, CostModel, batch_tokens
+from orch.cost import CostModel, batch_tokens, is_additive
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,7 +53,7 @@ class DispatchProblem:
         Raises:
             ValueError: If the cost is not additive, as the named dispatcher needs it.
         """
-        if not isinstance(self.cost, AdditiveCost):
+        if not is_additive(self.cost):
             raise ValueError(f"`cost` must be additive for {dispatcher!r}, but is {self.cost} instead.")
         return self.cost.item_costs(self.lengths)
 

@@ -110,10 +110,10 @@ class _Search:
         """Looks at the end of each bin here: with the cheapest item that covers what is left, if anything is."""
         done = ((self.left <= 0) & (self.best_price > self.spent)).nonzero()[0]
         self.best_price[done], self.best_step[done], self.best_cover[done] = self.spent[done], step, -1
-        left = self.still_to_go()
-        left_of_item = left[self.bins[self.covers]]
-        self.covers = self.covers[(left_of_item > 0) & (self.step[self.covers] == _EXPENSIVE)]
-        ends = self._cheapest(self.covers[self.costs[self.covers] >= left[self.bins[self.covers]]])
+        left = self.still_to_go()[self.bins[self.covers]]
+        may_end = (left > 0) & (self.step[self.covers] == _EXPENSIVE)
+        self.covers, left = self.covers[may_end], left[may_end]
+        ends = self._cheapest(self.covers[self.costs[self.covers] >= left])
         bins = self.bins[ends]
         price = self.spent[bins] + self.prices[ends]
         better = price < self.best_price[bins]

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 import orch
 from orch import micro_step, prepare
+from orch.comm import all_to_all
 from orch.comm.collective_log import CollectiveLog
 from orch.comm.topology import Topology
 from tests.dist.test_gradients import AUDIO, BOTH, IMAGE, TEXT, Groups, draw
@@ -63,7 +64,7 @@ def train(debug, balance="post"):
         samples = [make_sample(model.config, 10 * dist.get_rank() + i, grids=[(4, 4)]) for i in range(num_samples)]
         loader = orch.orchestrate(Groups([samples]), model, balance=balance, topology=Topology(2), timeout_s=30)
     for batch in loader:
-        model(**batch)
+        model(**batch).loss.backward()
 
 
 def swap_parcels(monkeypatch):
@@ -93,21 +94,40 @@ def swap_rows(monkeypatch):
     monkeypatch.setattr(micro_step, "start_exchange", swapped)
 
 
+def swap_gradients(monkeypatch):
+    """The gradients that rank 1 sends back for the rows of the first two pictures that rank 0 encoded."""
+    real = all_to_all.start_exchange
+
+    def swapped(tensors, exchange, *rest, **options):
+        if not options["label"].endswith(".backward"):
+            return real(tensors, exchange, *rest, **options)
+        a, b = (torch.from_numpy(exchange.send_index[4 * k : 4 * k + 4]) for k in range(2))
+        order = torch.arange(len(tensors[0]))
+        order[a], order[b] = b, a
+        return real([tensor[order] for tensor in tensors], exchange, *rest, **options)
+
+    monkeypatch.setattr(all_to_all, "start_exchange", swapped)
+
+
 @pytest.mark.parametrize(
-    ("corrupt", "balance", "where"),
-    [(swap_parcels, "post", "exchange raw items"), (swap_rows, "llm", "stage vision, exchange rows")],
+    ("corrupt", "sender", "balance", "where"),
+    [
+        (swap_parcels, 0, "post", "exchange raw items"),
+        (swap_rows, 0, "llm", "stage vision, exchange rows"),
+        (swap_gradients, 1, "llm", "stage vision, exchange gradients of rows"),
+    ],
 )
-def test_what_changed_places_is_named(corrupt, balance, where):
+def test_what_changed_places_is_named(corrupt, sender, balance, where):
     def run(debug):
         with pytest.MonkeyPatch.context() as monkeypatch:
-            if dist.get_rank() == 0:
+            if dist.get_rank() == sender:
                 corrupt(monkeypatch)
             train(debug, balance)
 
     run_ranks(run, 2, "0")
-    _, receiver = run_ranks(run, 2, "1", expect_failure=True)
+    receiver = run_ranks(run, 2, "1", expect_failure=True)[1 - sender]
     item = r"item \d of stage vision"
-    said = rf"step 0, {where}: rank 0 was to send {item}, but {item} of step 0 came instead"
+    said = rf"step 0, {where}: rank {sender} was to send {item}, but {item} of step 0 came instead"
     assert re.search(rf"MisroutedError: {said}", receiver.traceback)
 
 
