@@ -19,8 +19,9 @@ train: venv
 ablate: venv
 	$(BIN)/torchrun --nproc-per-node 2 examples/ablate.py $(ARGS)
 
+# Two at a time, of which one at most has ranks of its own (tests/conftest.py).
 test: venv
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --numprocesses 2 $(ARGS)
 
 lint: venv
 	$(BIN)/ruff check .

@@ -165,6 +165,7 @@ def run(args: Namespace) -> dict[str, Any]:
             prefetch=0,
         )
         for name, (balance, exchange) in VARIANTS.items()
+        if name in ("none", *args.variants)
     }
     cpu, wall = measure(engine, loaders, parts, args.repeats)
     num_tokens = sum(len(sample["input_ids"]) for group in groups for sample in group)
@@ -177,6 +178,9 @@ def make_arguments() -> ArgumentParser:
     """Those of the training example, and those of the comparison."""
     parser = make_parser((__doc__ or "").splitlines()[0])
     parser.add_argument("--repeats", type=int, default=6, help="times that every step is run under each variant")
+    parser.add_argument(
+        "--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), help='to compare; "none" always takes part'
+    )
     # Wide and shallow: attention takes a share of a step that is near that of large models at their lengths.
     parser.add_argument("--hidden-size", type=int, default=512, help="of the LLM")
     parser.add_argument("--num-layers", type=int, default=2, help="of the LLM and of the vision tower")

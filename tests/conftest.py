@@ -2,8 +2,21 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Under pytest-xdist, tests that start ranks run one after the other: their limits count on a core or two."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class OneWithRanks(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "ranks" if nodeid.startswith(("tests/dist/", "tests/e2e/")) else nodeid
+
+    return OneWithRanks(config, log)
 
 
 @pytest.fixture(scope="session")

@@ -14,6 +14,7 @@ import argparse
 import itertools
 import json
 import sys
+import threading
 import time
 from argparse import Namespace
 from dataclasses import asdict, dataclass
@@ -34,6 +35,7 @@ from tiny_omni import tiny_thinker_config
 from train_omni import make_model, make_parser
 
 import orch
+from orch.comm import all_to_all
 from tests.cluster import Cluster, NotPermittedError
 
 UNSHAPED_MBIT = 20_000.0
@@ -100,6 +102,7 @@ def equivalent_mbit(traffic: Traffic, large: LargeModel) -> tuple[float, str]:
 def run_rank(args: Namespace, cluster: Cluster) -> dict[str, Any]:
     """Every rank: epochs take turns; seconds and waits of each."""
     torch.set_num_threads(1)
+    waits = log_waits()
     tokenizer = train_tokenizer()
     config = tiny_thinker_config(tokenizer.vocab_size)
     groups = record(args, tokenizer, config)
@@ -109,37 +112,59 @@ def run_rank(args: Namespace, cluster: Cluster) -> dict[str, Any]:
         balance: orch.orchestrate(Recorded(groups, "packed"), model, balance=balance, costs=costs, exchange="flat")
         for balance in ("none", "post")
     }
-    epoch(model, loaders["none"])
-    traffic = measure_traffic(model, loaders, groups)
+    epoch(model, loaders["none"], waits)
+    traffic = measure_traffic(model, loaders, groups, waits)
     mbit, arithmetic = equivalent_mbit(traffic, LargeModel())
     speeds = {"as drawn": ("none", UNSHAPED_MBIT), "unshaped": ("post", UNSHAPED_MBIT)}
     speeds |= {f"equivalent / {slower:g}": ("post", mbit / slower) for slower in SLOWER}
-    rows: dict[str, list[tuple[float, float]]] = {name: [] for name in speeds}
+    rows: dict[str, list[tuple[float, float, list[float]]]] = {name: [] for name in speeds}
     for name in itertools.chain.from_iterable(itertools.repeat(list(speeds), args.repeats)):
         balance, speed = speeds[name]
         dist.barrier()
         if dist.get_rank() == 0:
             cluster.set_link(speed)
-        rows[name].append(epoch(model, loaders[balance]))
+        rows[name].append(epoch(model, loaders[balance], waits))
     return {"arithmetic": arithmetic, "traffic": asdict(traffic), "mbit": mbit, "rows": rows}
 
 
-def epoch(model: Any, loader: Any) -> tuple[float, float]:
-    """Trains on all steps but the first, which fills the pipeline; seconds, and seconds that batches were awaited."""
+def log_waits() -> list[float]:
+    """From now on, the seconds that this thread waits for each exchange of rows or of their gradients."""
+    waits: list[float] = []
+    thread, real = threading.get_ident(), all_to_all._waited
+
+    def waited(*args: Any) -> Any:
+        start = time.perf_counter()
+        result = real(*args)
+        if threading.get_ident() == thread:
+            waits.append(time.perf_counter() - start)
+        return result
+
+    all_to_all._waited = waited
+    return waits
+
+
+def epoch(model: Any, loader: Any, waits: list[float]) -> tuple[float, float, list[float]]:
+    """Trains on all steps but the first, which fills the pipeline.
+
+    Returns:
+        Seconds; seconds that batches were awaited; seconds of each wait for an exchange, which go through `waits`.
+    """
     batches = iter(loader)
     forward_backward(model, next(batches))
     first = len(loader.report.wait_ms)
     dist.barrier()
+    waits.clear()
     start = time.perf_counter()
     for batch in batches:
         forward_backward(model, batch)
     dist.barrier()
-    return time.perf_counter() - start, sum(loader.report.wait_ms[first:-1]) / 1e3  # the last wait is for the end
+    awaited = sum(loader.report.wait_ms[first:-1]) / 1e3  # the last wait is for the end
+    return time.perf_counter() - start, awaited, list(waits)
 
 
-def measure_traffic(model: Any, loaders: dict[str, Any], groups: Any) -> Traffic:
+def measure_traffic(model: Any, loaders: dict[str, Any], groups: Any, waits: list[float]) -> Traffic:
     """From the plans of all steps, and the time of an epoch as drawn."""
-    seconds, _ = epoch(model, loaders["none"])
+    seconds, *_ = epoch(model, loaders["none"], waits)
     loader, row_bytes, widened, moved = loaders["post"], 0.0, 0.0, 0.0
     for batch in loader:
         forward_backward(model, batch)
@@ -160,18 +185,21 @@ def measure_traffic(model: Any, loaders: dict[str, Any], groups: Any) -> Traffic
 
 
 def summarise(ranks: list[dict[str, Any]], num_steps: int) -> dict[str, Any]:
-    """Medians over epochs: milliseconds a step of the slowest rank, and the share of them that batches were awaited."""
+    """Medians over epochs: milliseconds a step of the slowest rank, and the shares of them that were spent waiting.
+
+    The rank that comes to an exchange last waits for the link alone, the others for that rank as well: so of each
+    exchange the least wait counts.
+    """
     rows = {}
     for name in ranks[0]["rows"]:
-        seconds = np.array([rank["rows"][name] for rank in ranks])  # [ranks, epochs, 2]
+        seconds = np.array([[epoch[:2] for epoch in rank["rows"][name]] for rank in ranks])  # [ranks, epochs, 2]
+        link = np.array([[epoch[2] for epoch in rank["rows"][name]] for rank in ranks]).min(axis=0).sum(axis=1)
         steps = seconds[..., 0].max(axis=0)
         rows[name] = {
             "step_ms": 1e3 * float(np.median(steps)) / num_steps,
             "awaited": float(np.median(seconds[..., 1].max(axis=0) / steps)),
+            "link": float(np.median(link / steps)),
         }
-    unshaped = rows["unshaped"]["step_ms"]
-    for row in rows.values():
-        row["link"] = 1 - unshaped / row["step_ms"]
     return {**{key: ranks[0][key] for key in ("arithmetic", "traffic", "mbit")}, "rows": rows}
 
 
@@ -196,7 +224,7 @@ def main() -> None:
     print(f"\n{'':18}{'step ms':>9}{'awaited':>9}{'link':>9}")
     for name, row in found["rows"].items():
         print(f"{name:18}{row['step_ms']:9.1f}{row['awaited']:9.2%}{row['link']:9.2%}")
-    print("awaited: batches that were not ready. link: of a step, what it takes longer than on the unshaped link.")
+    print("shares of a step. awaited: batches that were not ready. link: exchanges that all ranks had come to.")
     if options.json is not None:
         options.json.write_text(json.dumps(found, indent=1) + "\n")
 
