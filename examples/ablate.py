@@ -67,6 +67,25 @@ def record(args: Namespace, tokenizer: Any, config: Any) -> list[Samples]:
     return groups
 
 
+def bytes_per_step(loader: Any) -> dict[str, float]:
+    """Bytes that change rank in a step, within and between nodes, gradients not counted.
+
+    An all-gather brings all rows of every rank, padded to the most that one has, to every other.
+    """
+    setup, more = loader.setup, np.zeros(2, dtype=np.int64)
+    node = setup.topology.node_of_rank
+    same, other = node == node[setup.rank], node != node[setup.rank]
+    same[setup.rank] = False
+    for batch in loader:
+        for name, stage in batch["orch"].stages.items():
+            if setup.exchange_method == "all_gather" and stage.moves:
+                padding = stage.exchange.most_sent - stage.exchange.recv_splits
+                more += setup.config.stage(name).row_bytes * np.array([padding[same].sum(), padding[other].sum()])
+    planned, num_steps = loader.report.summary()["bytes"], len(loader.report.steps)
+    total = np.sum(gather_ragged(more), axis=0) + np.array([planned["intra_node"], planned["inter_node"]])
+    return dict(zip(("intra_node", "inter_node"), (total / num_steps).tolist(), strict=True))
+
+
 def measure(engine: Any, loaders: dict[str, Any], parts: PartTimes, num_repeats: int) -> tuple[FloatArray, FloatArray]:
     """Seconds of forward and backward on this rank: CPU [variants, steps], wall clock [variants, repeats, steps].
 
@@ -109,14 +128,15 @@ def over_ranks(seconds: FloatArray) -> FloatArray:
     return np.stack(gathered).reshape(-1, *seconds.shape) / 1e9
 
 
-def summarise(cpu: FloatArray, wall: FloatArray, loaders: dict[str, Any], num_tokens: int) -> dict[str, Any]:
+def summarise(
+    cpu: FloatArray, wall: FloatArray, loaders: dict[str, Any], moved: dict[str, Any], num_tokens: int
+) -> dict[str, Any]:
     """The table, from all ranks' times: CPU [ranks, variants, steps], wall clock [ranks, variants, repeats, steps]."""
     step_cpu, step_wall = cpu.max(axis=0), np.median(wall.max(axis=0), axis=1)
     perfect = cpu[:, 0].mean(axis=0)
     possible = step_cpu[0].sum() - perfect.sum()
     rows = {}
     for index, (name, loader) in enumerate(loaders.items()):
-        summary = loader.report.summary()
         rows[name] = {
             "cpu_ms": _median_and_interval(step_cpu[index]),
             "wall_ms": _median_and_interval(step_wall[index]),
@@ -125,8 +145,8 @@ def summarise(cpu: FloatArray, wall: FloatArray, loaders: dict[str, Any], num_to
             "speed": step_cpu[0].sum() / step_cpu[index].sum(),
             "share_of_possible_gain": (step_cpu[0].sum() - step_cpu[index].sum()) / possible,
             "rank_cpu_s": cpu[:, index].tolist(),
-            "stages": summary["stages"],
-            "bytes": summary["bytes"],
+            "stages": loader.report.stages(),
+            "bytes_per_step": moved[name],
         }
     ideal = {
         "cpu_ms": _median_and_interval(perfect),
@@ -167,11 +187,12 @@ def run(args: Namespace) -> dict[str, Any]:
         for name, (balance, exchange) in VARIANTS.items()
         if name in ("none", *args.variants)
     }
+    moved = {name: bytes_per_step(loader) for name, loader in loaders.items()}
     cpu, wall = measure(engine, loaders, parts, args.repeats)
     num_tokens = sum(len(sample["input_ids"]) for group in groups for sample in group)
     everyones = int(sum(int(tokens[0]) for tokens in gather_ragged(np.array([num_tokens], dtype=np.int64))))
     fitted = {name: asdict(cost) for name, cost in costs.items()}
-    return summarise(over_ranks(cpu), over_ranks(wall), loaders, everyones) | {"costs_s": fitted}
+    return summarise(over_ranks(cpu), over_ranks(wall), loaders, moved, everyones) | {"costs_s": fitted}
 
 
 def make_arguments() -> ArgumentParser:
@@ -184,7 +205,7 @@ def make_arguments() -> ArgumentParser:
     # Wide and shallow: attention takes a share of a step that is near that of large models at their lengths.
     parser.add_argument("--hidden-size", type=int, default=512, help="of the LLM")
     parser.add_argument("--num-layers", type=int, default=2, help="of the LLM and of the vision tower")
-    parser.set_defaults(steps=10, samples=1000, token_budget=2048, max_pixels=448 * 448)
+    parser.set_defaults(steps=10, samples=1000, token_budget=2048, max_pixels=448 * 448, ranks_per_node=1)
     return parser
 
 

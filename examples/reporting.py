@@ -87,9 +87,10 @@ def print_ablation(result: Mapping[str, Any]) -> None:
     stages = list(result["variants"]["none"]["stages"])
     table = Table(title=f"{result['num_steps']} recorded steps, {result['num_repeats']} times each")
     table.add_column("variant")
-    headings = ["CPU ms of the slowest rank", "wall ms", "speed", "share of possible gain", "work of all ranks"]
-    headings += [f"{name} imbalance" for name in stages] + [f"{name} largest" for name in stages]
-    for heading in [*headings, "MB intra-node", "MB inter-node"]:
+    headings = ["CPU ms of the slowest rank", "wall ms", "tokens/s, none = 1", "share of possible gain"]
+    headings += ["work of all ranks", *(f"{name} imbalance (least)" for name in stages)]
+    headings += [f"{name} largest" for name in stages]
+    for heading in [*headings, "MB a step intra-node", "MB a step inter-node"]:
         table.add_column(heading, justify="right")
     for name, row in result["variants"].items():
         table.add_row(
@@ -99,15 +100,19 @@ def print_ablation(result: Mapping[str, Any]) -> None:
             f"{row['speed']:.3f}",
             f"{row['share_of_possible_gain']:.2f}",
             f"{row['work']:.3f}",
-            *(f"{row['stages'][stage]['imbalance_after']['mean']:.3f}" for stage in stages),
+            *(_after_and_least(row["stages"][stage]) for stage in stages),
             *(f"{row['stages'][stage]['largest_batch_after']:,}" for stage in stages),
-            *(f"{row['bytes'][where] / 1e6:.1f}" for where in ("intra_node", "inter_node")),
+            *(f"{row['bytes_per_step'][where] / 1e6:.2f}" for where in ("intra_node", "inter_node")),
         )
     ideal = result["perfect balance"]
     table.add_row(
         "perfect balance", _median_and_interval(ideal["cpu_ms"]), "", f"{ideal['speed']:.3f}", "1.00", "1.000"
     )
     Console(width=200).print(table)
+
+
+def _after_and_least(stage: Mapping[str, Any]) -> str:
+    return f"{stage['imbalance_after']['mean']:.3f} ({stage['bound']['mean']:.3f})"
 
 
 def _median_and_interval(figures: Mapping[str, float]) -> str:

@@ -141,10 +141,21 @@ def _mask_fillers(samples: Sequence[dict[str, Any]], plan: MicroStepPlan, rank: 
 
 def to_device(value: Any, device: torch.device) -> Any:
     """Moves the tensors of a nested dict, list or tuple, without waiting for pinned ones."""
+    return _mapped(value, lambda tensor: tensor.to(device, non_blocking=True))
+
+
+def pinned_for(value: Any, device: torch.device) -> Any:
+    """The tensors of a nested dict, list or tuple in page-locked memory where they will be copied to a GPU."""
+    if device.type != "cuda":
+        return value
+    return _mapped(value, lambda tensor: tensor.pin_memory() if tensor.device.type == "cpu" else tensor)
+
+
+def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     if isinstance(value, torch.Tensor):
-        return value.to(device, non_blocking=True)
+        return change(value)
     if isinstance(value, Mapping):
-        return {key: to_device(item, device) for key, item in value.items()}
+        return {key: _mapped(item, change) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(to_device(item, device) for item in value)
+        return type(value)(_mapped(item, change) for item in value)
     return value

@@ -19,7 +19,15 @@ from orch.loss import loss_scale
 from orch.metrics import StepMetrics, step_metrics
 from orch.micro_step import MicroStep, describe_samples
 from orch.plan import MicroStepPlan, StepPlan, plan_step
-from orch.prepare import Named, exchange_step_parcels, open_step_parcels, parcel_tags, row_tags, stage_batch
+from orch.prepare import (
+    Named,
+    exchange_step_parcels,
+    open_step_parcels,
+    parcel_tags,
+    pinned_for,
+    row_tags,
+    stage_batch,
+)
 from orch.report import Report
 from orch.resume import ResumePoint
 from orch.setup import Setup
@@ -179,7 +187,8 @@ class StepProducer:
                     stage, num_rows, arrived.items[name], parts, adapter, rank, setup.topology, of_rows
                 )
                 batch |= adapter.llm_inputs([part for sample in parts for part in sample])
-            ready = batch, self._micro_step(lengths, stages, arrived.named, step, index)
+            stages = {n: replace(stage, inputs=pinned_for(stage.inputs, setup.device)) for n, stage in stages.items()}
+            ready = pinned_for(batch, setup.device), self._micro_step(lengths, stages, arrived.named, step, index)
         except Exception as error:
             batch_of = "" if arrived is None else f", batch of the {describe_samples(arrived.named)}"
             failure = RuntimeError(f"step {step}, micro-step {index}{batch_of}: {type(error).__name__}: {error}")

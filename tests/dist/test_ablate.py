@@ -1,5 +1,9 @@
 """The comparison of balancing modes, small, and the statistic it stands on."""
 
+import contextlib
+import io
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -18,10 +22,15 @@ def test_every_variant_runs_every_step():
 
         args = ablate.make_arguments().parse_args(f"{OPTIONS} --repeats 2 --hidden-size 64".split())
         result = ablate.run(args)
-        print_ablation(result)
-        return result
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            print_ablation(result)
+        return result, printed.getvalue()
 
-    first, second = run_ranks(run, 2, timeout_s=200)
+    (first, printed), (second, _) = run_ranks(run, 2, timeout_s=200)
+    flat = " ".join(re.sub("[^a-zA-Z0-9.,/=() ]", " ", printed).split())
+    for heading in ("perfect", "tokens/s", "none = 1", "imbalance", "largest", "MB a step", "all-gather"):
+        assert heading.split("-")[0] in flat, printed
     assert first["variants"].keys() == VARIANTS.keys()
     assert (first["num_steps"], first["num_repeats"]) == (2, 2)
     for name, row in first["variants"].items():
@@ -30,8 +39,9 @@ def test_every_variant_runs_every_step():
         assert own.min() > 0
         assert row["rank_cpu_s"] == second["variants"][name]["rank_cpu_s"]
     rows = first["variants"]
-    assert rows["none"]["bytes"]["intra_node"] == 0  # each rank is a node
-    assert rows["none"]["bytes"]["inter_node"] < rows["post"]["bytes"]["inter_node"]
+    assert all(row["bytes_per_step"]["intra_node"] == 0 for row in rows.values())  # each rank is a node
+    crossing = {name: row["bytes_per_step"]["inter_node"] for name, row in rows.items()}
+    assert 0 <= crossing["none"] < crossing["post"] < crossing["post, all-gather"]
     assert rows["post"]["stages"] == rows["post, all-gather"]["stages"]
 
 
@@ -39,8 +49,8 @@ class FakeLoader:
     def __init__(self):
         self.report = self
 
-    def summary(self):
-        return {"stages": {}, "bytes": {}}
+    def stages(self):
+        return {}
 
 
 def test_shares_are_of_what_perfect_balance_would_gain():
@@ -48,7 +58,7 @@ def test_shares_are_of_what_perfect_balance_would_gain():
     none, half = [[4.0, 4.0], [2.0, 6.0]], [[3.5, 4.5], [2.5, 5.5]]
     cpu = np.array([none, half]).swapaxes(0, 1)
     wall = cpu[:, :, None, :].repeat(3, axis=2)
-    result = summarise(cpu, wall, {"none": FakeLoader(), "half": FakeLoader()}, num_tokens=80)
+    result = summarise(cpu, wall, {"none": FakeLoader(), "half": FakeLoader()}, {"none": 0, "half": 1}, num_tokens=80)
     assert result["variants"]["half"]["share_of_possible_gain"] == pytest.approx(0.5)
     assert result["variants"]["half"]["speed"] == pytest.approx(10 / 9)
     assert result["variants"]["half"]["work"] == pytest.approx(1.0)
