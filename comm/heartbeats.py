@@ -70,6 +70,24 @@ class Beat:
     state: str = "running"
 
 
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a rank failed, as it says itself; or that it is lost, as another says that has ended because of it.
+
+    Attributes:
+        rank: The rank that failed or is lost.
+        text: Where and why, or since when it is silent.
+        by: Who says so.
+    """
+
+    rank: int
+    text: str
+    by: int
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} {'failed ' if self.by == self.rank else ''}{self.text}"
+
+
 class BoardLostError(RuntimeError):
     """The store that holds the board does not answer.
 
@@ -112,27 +130,26 @@ class Board:
         """
         self._call(lambda: self._store.set(_beat_key(rank), json.dumps(asdict(beat))))
 
-    def read(self) -> list[Beat | None]:
-        """The last beat of every rank; None for one that has never posted."""
-        return self._call(self._read_all)
+    def read(self, ranks: Sequence[int] | None = None) -> list[Beat | None]:
+        """The last beat of each of `ranks`, or of every rank; None for one that has never posted."""
+        return self._call(lambda: self._read_beats(range(self.num_ranks) if ranks is None else ranks))
 
-    def post_failure(self, rank: int, text: str) -> None:
-        """Adds why `rank` failed."""
+    def post_failure(self, failure: Failure) -> None:
+        """Adds a failure."""
 
         def add() -> None:
             index = self._store.add("num_failures", 1) - 1
-            self._store.set(f"failure/{index}", json.dumps([rank, text]))
+            self._store.set(f"failure/{index}", json.dumps(asdict(failure)))
 
         self._call(add)
 
-    def read_failures(self, first: int = 0) -> list[tuple[int, str]]:
-        """Failures posted since the first `first` ones: (rank, text) each. One key is looked at if there is none."""
+    def read_failures(self, first: int = 0) -> list[Failure]:
+        """Failures posted since the first `first` ones. One key is looked at if there is none."""
 
-        def read() -> list[tuple[int, str]]:
-            failures: list[tuple[int, str]] = []
+        def read() -> list[Failure]:
+            failures: list[Failure] = []
             while self._store.check([key := f"failure/{first + len(failures)}"]):
-                rank, text = json.loads(self._store.get(key))
-                failures.append((int(rank), str(text)))
+                failures.append(Failure(**json.loads(self._store.get(key))))
             return failures
 
         return self._call(read)
@@ -141,8 +158,8 @@ class Board:
         """Adds to a number that starts at 0, and returns it."""
         return self._call(lambda: int(self._store.add(f"count/{key}", more)))
 
-    def _read_all(self) -> list[Beat | None]:
-        keys = [_beat_key(rank) for rank in range(self.num_ranks)]
+    def _read_beats(self, ranks: Sequence[int]) -> list[Beat | None]:
+        keys = [_beat_key(rank) for rank in ranks]
         if self._store.has_extended_api() and self._store.check(keys):  # type: ignore[attr-defined]
             return [_beat(text) for text in self._store.multi_get(keys)]
         return [_beat(self._store.get(key)) if self._store.check([key]) else None for key in keys]

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import torch.distributed as dist
 
-from orch.comm.heartbeats import Beat, describe_ranks
+from orch.comm.heartbeats import Beat, Failure, describe_ranks
 
 _MAX_LISTED = 16
 _OF_A_COLLECTIVE = re.compile(
@@ -22,18 +22,19 @@ class PeerWatch:
     Args:
         rank: The rank that watches, which is never missing.
         num_ranks: Number of ranks.
+        watched: The ranks that are watched; all if not given.
     """
 
-    def __init__(self, rank: int, num_ranks: int) -> None:
-        self.rank = rank
+    def __init__(self, rank: int, num_ranks: int, watched: Sequence[int] | None = None) -> None:
+        self.rank, self.watched = rank, range(num_ranks) if watched is None else watched
         self.beats: list[Beat | None] = [None] * num_ranks
         self._read_at = time.monotonic()
         self._changed_at = [self._read_at] * num_ranks
 
     def update(self, beats: Sequence[Beat | None]) -> None:
-        """Takes in a reading of the board."""
+        """Takes in a reading of the board: the beats of those watched, in their order."""
         self._read_at = time.monotonic()
-        for rank, beat in enumerate(beats):
+        for rank, beat in zip(self.watched, beats, strict=True):
             if beat != self.beats[rank]:
                 self.beats[rank], self._changed_at[rank] = beat, self._read_at
 
@@ -43,11 +44,11 @@ class PeerWatch:
 
     def missing(self, limit_s: float) -> list[int]:
         """Other ranks that ended in the middle of something, or were silent for `limit_s`; not those that left."""
-        return [rank for rank in range(len(self.beats)) if rank != self.rank and self._is_missing(rank, limit_s)]
+        return [rank for rank in self.watched if rank != self.rank and self._is_missing(rank, limit_s)]
 
     def describe(self, ranks: Sequence[int]) -> str:
         """A line for each rank: since when it is silent and what it did last."""
-        lines = [f"{describe_ranks([rank])} {self._describe(rank)}" for rank in ranks[:_MAX_LISTED]]
+        lines = [f"{describe_ranks([rank])} {self.describe_one(rank)}" for rank in ranks[:_MAX_LISTED]]
         if len(ranks) > _MAX_LISTED:
             lines.append(f"and likewise {describe_ranks(ranks[_MAX_LISTED:])}")
         return "\n".join(lines)
@@ -66,7 +67,8 @@ class PeerWatch:
             return beat.state == "gone"
         return self.silent_s(rank) >= limit_s
 
-    def _describe(self, rank: int) -> str:
+    def describe_one(self, rank: int) -> str:
+        """Since when a rank is silent and what it did last."""
         beat = self.beats[rank]
         if beat is None:
             return "has never been heard of"
@@ -101,7 +103,7 @@ class PeerLostError(RuntimeError):
 
 
 def peer_lost_error(
-    waited_in: str, error: BaseException, watch: PeerWatch, limit_s: float, failures: Mapping[int, str]
+    waited_in: str, error: BaseException, watch: PeerWatch, limit_s: float, failures: Mapping[int, Failure]
 ) -> PeerLostError:
     """The error that names who failed and who is missing after `error`; or says what each rank is doing."""
     missing = [] if failures else watch.missing(limit_s)
@@ -110,9 +112,10 @@ def peer_lost_error(
         reason = f"no rank is missing. What each does:\n{watch.describe_all()}{said}"
         return PeerLostError(watch.rank, waited_in, (), reason)
     ranks = sorted({*failures, *missing})
-    lines = [f"rank {rank} failed {text}" for rank, text in sorted(failures.items())]
+    lines = [str(failures[rank]) for rank in sorted(failures)]
     lines += [watch.describe(missing)] if missing else []
-    verb = "failed" if failures else "is lost" if len(ranks) == 1 else "are lost"
+    has_failed = any(failure.by == failure.rank for failure in failures.values())
+    verb = "failed" if has_failed else "is lost" if len(ranks) == 1 else "are lost"
     return PeerLostError(watch.rank, waited_in, ranks, f"{describe_ranks(ranks)} {verb}:\n" + "\n".join(lines) + said)
 
 

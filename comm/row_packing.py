@@ -39,10 +39,16 @@ class RowPacking:
         flat = [tensor.reshape(num_rows, math.prod(shape)) for tensor, shape in zip(tensors, self.shapes, strict=True)]
         return flat[0].view(torch.uint8) if len(flat) == 1 else torch.cat([t.view(torch.uint8) for t in flat], dim=1)
 
+    def _aligned(self, piece: Tensor) -> Tensor:
+        """Where a tensor of any dtype can be; one of few rows counts as contiguous wherever in the buffer it begins."""
+        return piece.contiguous() if len(self.shapes) == 1 else piece.clone(memory_format=torch.contiguous_format)
+
     def unpack(self, buffer: Tensor) -> list[Tensor]:
         """The rows of each tensor, [n, ...]; a single tensor is not copied."""
         pieces = torch.split(buffer, self.widths, dim=1)
         return [
-            piece.contiguous().view(dtype).reshape(len(buffer), *shape)
+            self._aligned(piece).view(dtype).reshape(len(buffer), *shape)
+            if piece.shape[1]
+            else buffer.new_empty((len(buffer), *shape), dtype=dtype)
             for piece, dtype, shape in zip(pieces, self.dtypes, self.shapes, strict=True)
         ]

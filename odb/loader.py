@@ -49,7 +49,7 @@ class ODBDataLoader:
 
     Args:
         dataset: Map-style or iterable; a sample is whatever `collate_fn` takes. `None` in a sample's place, or
-            `SkipSample` raised, drops it; see `skipped`.
+            `SkipSample` raised, drops it, as does a length of 0; see `skipped`.
         token_budget: The most tokens of a batch, padding included. A longer sample goes alone.
         length_fn: Length of a processed sample; by default the number of its `input_ids`. Runs in the workers.
         layout: What a batch costs: "padded" (samples times longest) or "packed" (sum).

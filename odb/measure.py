@@ -12,6 +12,10 @@ LengthFn = Callable[[Any], int]
 IGNORED_LABEL = -100
 
 
+class EmptySampleError(ValueError):
+    """A sample has length 0: it holds nothing to train on, but its length is known."""
+
+
 def default_length(sample: Any) -> int:
     """Number of `input_ids` of a sample.
 
@@ -44,7 +48,8 @@ def measured_length(sample: Any, length_fn: LengthFn | None) -> int:
     """The length of a sample.
 
     Raises:
-        ValueError: If it is missing, not a whole number, or below 1.
+        EmptySampleError: If it is 0.
+        ValueError: If it is missing, not a whole number, or below 0.
     """
     length = (length_fn or default_length)(sample)
     if isinstance(length, (torch.Tensor, np.ndarray)) and getattr(length, "ndim", 1) == 0:
@@ -52,5 +57,6 @@ def measured_length(sample: Any, length_fn: LengthFn | None) -> int:
     if isinstance(length, bool) or not isinstance(length, (int, np.integer)):
         raise ValueError(f"The length of a sample must be a whole number, but is {length!r} instead.")
     if length < 1:
-        raise ValueError(f"The length of a sample must be at least 1, but is {length} instead.")
+        text = f"The length of a sample must be at least 1, but is {length} instead."
+        raise EmptySampleError(text) if length == 0 else ValueError(text)
     return int(length)

@@ -63,6 +63,8 @@ class MicroStep:
         loss_scale: Factor of the summed token loss.
         num_label_tokens: T, label tokens of the whole step over all ranks.
         stages: What each stage does, by name.
+        auxiliary_scale: Factor of what the model itself adds to its loss (a router's), of which engines then take the
+            mean over ranks and micro-steps.
         group: Process group for encoder outputs; None for one rank.
         exchange_method: "auto", "flat", "node_wise" or "all_gather".
         liveness: Names the rank to blame when an exchange fails.
@@ -76,6 +78,7 @@ class MicroStep:
     loss_scale: float
     num_label_tokens: int
     stages: Mapping[str, StageBatch]
+    auxiliary_scale: float = 1.0
     group: Group = None
     exchange_method: str = "flat"
     liveness: Liveness | None = None
@@ -174,8 +177,18 @@ class _ModelHooks:
                 "Does the model's forward embed `input_ids` and call its encoders?"
             )
         if labels is not None:
-            output["loss"] = token_loss_sum(output["logits"], labels) * micro_step.loss_scale
+            loss = token_loss_sum(output["logits"], labels) * micro_step.loss_scale
+            output["loss"] = loss + _auxiliary_loss(model, output) * micro_step.auxiliary_scale
         return output
+
+
+def _auxiliary_loss(model: nn.Module, output: Any) -> torch.Tensor | float:
+    """What a mixture of experts adds to its loss so that its router is balanced, as its own forward would."""
+    auxiliary = output.get("aux_loss")
+    if auxiliary is None:
+        return 0.0
+    weight: float = model.config.get_text_config().router_aux_loss_coef  # type: ignore[operator, union-attr]
+    return weight * auxiliary
 
 
 def start_stage(stage: Stage, batch: StageBatch, micro_step: MicroStep) -> Callable[[], tuple[torch.Tensor, ...]]:

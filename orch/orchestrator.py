@@ -64,7 +64,7 @@ class OrchestratedLoader:
     def __iter__(self) -> Iterator[dict[str, Any]]:
         self._end_former_epoch()
         closing = threading.Event()
-        produced = StepProducer(self.loader, self.setup, self.report, self._begin, closing.is_set)
+        produced = StepProducer(self.loader, self.setup, self.report, self._begin, closing.is_set, self._prefetch)
         self.micro_step, self._reached, self._in_use = None, produced.begin, False
         try:
             if self._prefetch:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -77,20 +79,24 @@ class StepProducer:
         report: Where figures go.
         begin: The first step's number, and the peaks so far, which are raised step by step, the same on all ranks.
         is_closing: Whether the consumer has stopped; asked before each step, and all ranks end when one says so.
+        num_ahead: Batches that lie ready before the consumer takes them.
 
     Attributes:
         begin: The same with the loader's own state.
     """
 
     def __init__(
-        self, loader: Any, setup: Setup, report: Report, begin: ResumePoint, is_closing: Callable[[], bool]
-    ) -> None:
+        self, loader: Any, setup: Setup, report: Report, begin: ResumePoint, is_closing: Callable[[], bool],
+        num_ahead: int,
+    ) -> None:  # fmt: skip
         self._loader, self._setup, self._report, self._is_closing = loader, setup, report, is_closing
         self._groups = _groups_of(loader, setup.topology.num_ranks)
         self._peaks = dict(begin.peaks)
         self.begin = self._drawn_to = ResumePoint.of(loader, begin.step, self._peaks)
-        self._names = list(setup.stages)
+        self._names, self._num_ahead = list(setup.stages), num_ahead
         self._agreed = setup.fingerprint()
+        self._handed_over: deque[threading.Event] = deque()
+        self._num_skipped = 0
 
     def __iter__(self) -> Iterator[Ready]:
         step = self.begin.step
@@ -101,6 +107,8 @@ class StepProducer:
             lengths = self._gather_lengths(draw, closing, step)
             if lengths is None:
                 return
+            if not lengths.num_samples:  # every rank's groups of this step are empty
+                continue
             plan = self._plan(lengths, step)
             metrics = step_metrics(lengths, plan, self._setup.topology, self._setup.config)
             for name, stage in metrics.stages.items():
@@ -108,6 +116,7 @@ class StepProducer:
             resume = replace(self._drawn_to, step=step + 1, peaks=dict(self._peaks))
             for index, part in enumerate(plan.micro_steps):
                 batch, micro_step = self._prepare(draw.samples, lengths, part, step, index)
+                self._handed_over.append(micro_step.entered)
                 yield Ready(batch, micro_step, metrics, resume)
             step += 1
 
@@ -137,20 +146,22 @@ class StepProducer:
         A rank that was told by its loader of another's failure leaves it to that one to say so.
         """
         start = time.perf_counter()
-        vector = np.concatenate([np.array([self._agreed, closing], dtype=np.int64), pack_lengths(draw.lengths)])
+        own = np.array([self._agreed, closing, self._count_skipped()], dtype=np.int64)
+        vector = np.concatenate([own, pack_lengths(draw.lengths)])
         vectors = self._together(draw.status, draw.error, vector, "lengths", step)
         if draw.error is not None:
             raise draw.error
         self._report.gather_ms.append(1e3 * (time.perf_counter() - start))
         self._check_setups([int(v[0]) for v in vectors])
+        self._check_skipped([int(v[2]) for v in vectors], step)
         stopped = [rank for rank, v in enumerate(vectors) if v[1]]
         if stopped and not closing:
             raise RuntimeError(
                 f"Ranks {stopped} stopped iterating before step {step}, rank {self._setup.rank} did not: "
                 "all ranks must leave the loop after the same batch."
             )
-        lengths = merge_lengths([v[2:] for v in vectors], self._names)
-        return lengths if lengths.num_samples and not stopped else None
+        lengths = merge_lengths([v[3:] for v in vectors], self._names)
+        return lengths if lengths.num_micro_steps and not stopped else None
 
     def _plan(self, lengths: StepLengths, step: int) -> StepPlan:
         """The plan of the step; the same on every rank, which is checked before data moves."""
@@ -220,6 +231,7 @@ class StepProducer:
             num_micro_steps=lengths.num_micro_steps,
             loss_scale=loss_scale(num_tokens, setup.topology.num_ranks, setup.engine.accumulation_divisor),
             num_label_tokens=num_tokens,
+            auxiliary_scale=setup.engine.accumulation_divisor / lengths.num_micro_steps,
             stages=stages,
             group=setup.rows,
             exchange_method=setup.exchange_method,
@@ -237,6 +249,20 @@ class StepProducer:
                 return gather(values, status, message, self._setup.integers, label=label).values
         except RankFailedError as failed:
             raise failed from error
+
+    def _count_skipped(self) -> int:
+        """Batches on which the model was not run, of those that the consumer must be done with by now."""
+        while len(self._handed_over) > self._num_ahead + 1:
+            self._num_skipped += not self._handed_over.popleft().is_set()
+        return self._num_skipped
+
+    def _check_skipped(self, num_skipped: list[int], step: int) -> None:
+        """Ranks that skip different batches train on different ones from then on."""
+        if len(set(num_skipped)) > 1:
+            raise RuntimeError(
+                f"Before step {step}, ranks did not run the model on {num_skipped} of their batches: all must skip a "
+                f"batch, or none (rank {self._setup.rank} skipped {num_skipped[self._setup.rank]})."
+            )
 
     def _check_setups(self, fingerprints: list[int]) -> None:
         differing = [rank for rank, value in enumerate(fingerprints) if value != fingerprints[0]]

@@ -16,6 +16,7 @@ import orch
 from orch import odb, producer, setup
 from orch.comm.all_to_all import METHODS
 from orch.comm.liveness import Liveness, LivenessConfig
+from orch.comm.topology import Topology
 from tests.omni import make_sample, small_model
 from tests.ranks import run_ranks
 
@@ -74,9 +75,17 @@ def hang():
 
 
 def train(
-    dataset=None, strike=None, timeout_s=30, collate_fn=None, folder=None, liveness=QUICK, skipping=(), **options
+    dataset=None,
+    strike=None,
+    timeout_s=30,
+    collate_fn=None,
+    folder=None,
+    liveness=QUICK,
+    skipping=(),
+    ranks_per_node=None,
+    **options,
 ):
-    """Trains, but for one batch on the ranks `skipping`.
+    """Trains, but for one batch on the ranks `skipping`; node-wise where there are nodes.
 
     On the blamed rank, `strike(model)` is called before a step, and may hook into the model.
     """
@@ -89,7 +98,9 @@ def train(
     if options.get("num_workers"):
         options["worker_init_fn"] = _note_worker(folder)
     loader = odb.ODBDataLoader(dataset or Samples(), **options)
-    batches = orch.orchestrate(loader, ddp, timeout_s=timeout_s, collate_fn=collate_fn)
+    nodes = {} if ranks_per_node is None else {"topology": Topology(dist.get_world_size(), ranks_per_node)}
+    exchange = "node_wise" if nodes else "auto"
+    batches = orch.orchestrate(loader, ddp, timeout_s=timeout_s, collate_fn=collate_fn, exchange=exchange, **nodes)
     step = 0
     for step, batch in enumerate(batches):
         if strike is not None and dist.get_rank() == BLAMED and step == STEP:
@@ -129,12 +140,16 @@ def _is_alive(pid):
     return False
 
 
-def outcomes_of(num_ranks=2, **options):
-    """How each rank ended: none may hang, or live on for longer than half a minute. Returns (rank to blame, others)."""
+def outcomes_of(num_ranks=2, *, struck_down=False, **options):
+    """How each rank ended: none may hang, or live on for longer than half a minute.
+
+    But for the rank to blame if it is `struck_down`: killed or stopped as a whole. Returns (rank to blame, others).
+    """
     outcomes = run_ranks(lambda: train(**options), num_ranks, expect_failure=True, timeout_s=LIMIT_S)
     others = [outcome for outcome in outcomes if outcome.rank != BLAMED]
-    assert all(outcome.failed and not outcome.hung for outcome in others), others
-    assert max(outcome.seconds for outcome in others) < QUICK.lost_after_s + 30
+    living = others if struck_down else outcomes
+    assert all(outcome.failed and not outcome.hung for outcome in living), living
+    assert max(outcome.seconds for outcome in living) < QUICK.lost_after_s + 30
     return outcomes[BLAMED], others
 
 
@@ -161,13 +176,31 @@ def before_call(module, name, label=None):
     return strike_by
 
 
-def before_exchange(label):
+def before_exchange(label, method="flat"):
     """Strikes when the next exchange of this label begins."""
 
     def strike_by(fate):
         def strike(model):
-            start = METHODS["flat"]
-            METHODS["flat"] = lambda *arguments: fate() if arguments[-1] == label else start(*arguments)
+            start = METHODS[method]
+            METHODS[method] = lambda *arguments: fate() if arguments[-1] == label else start(*arguments)
+
+        return strike
+
+    return strike_by
+
+
+def between_hops(label):
+    """Strikes when the next node-wise exchange of this label is about to cross nodes."""
+
+    def strike_by(fate):
+        def strike(model):
+            start = METHODS["node_wise"]
+
+            def struck(*arguments):
+                finish = start(*arguments)
+                return fate if arguments[-1] == label else finish
+
+            METHODS["node_wise"] = struck
 
         return strike
 
@@ -192,4 +225,9 @@ PHASES = {
     "raw exchange": (before_exchange("parcels"), "exchange raw items"),
     "exchange of rows": (before_exchange("vision"), "stage vision, exchange rows"),
     "exchange of gradients": (before_exchange("vision.backward"), "stage vision, exchange gradients of rows"),
+}
+
+NODE_WISE_PHASES = {
+    "before rows cross nodes": (between_hops("vision"), "exchange rows"),
+    "before gradients move": (before_exchange("vision.backward", "node_wise"), "exchange gradients of rows"),
 }

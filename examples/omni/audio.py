@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from .records import UnusableRecordError
+from .records import DECODING_ERRORS, UnusableRecordError
 
 SAMPLE_RATE = 16_000
 HOP = 160
 WINDOW_FRAMES = 3000
 MIN_FRAMES = 3  # fewer leave no token after two strides of 2
 MAX_SECONDS = 1200.0
+MAX_AMPLITUDE = 1e12  # above 1e15 or so the power of the spectrum is not finite
 _FFT = 400
 Signal = npt.NDArray[np.float32]
 
@@ -25,12 +27,12 @@ def load_audio(path: Path | str) -> Signal:
     """Decodes a recording to float32[samples], mono at 16 kHz.
 
     Raises:
-        UnusableRecordError: If there is no such file, it cannot be decoded, is empty or too long.
+        UnusableRecordError: If there is no such file, it cannot be decoded, is empty, too short, too long or too loud.
     """
     import soundfile
     import soxr
 
-    if not Path(path).is_file():
+    if not os.path.isfile(path):
         raise UnusableRecordError(f"the file {path} does not exist")
     try:
         with soundfile.SoundFile(path) as file:
@@ -38,12 +40,16 @@ def load_audio(path: Path | str) -> Signal:
             if seconds > MAX_SECONDS:
                 raise UnusableRecordError(f"the recording {path} lasts {seconds:.0f} s, above {MAX_SECONDS:.0f} s")
             samples, rate = file.read(dtype="float32", always_2d=True), file.samplerate
-    except soundfile.SoundFileError as error:
+    except (soundfile.SoundFileError, *DECODING_ERRORS) as error:
         raise UnusableRecordError(f"the recording {path} cannot be decoded ({error})") from error
     mono = np.nan_to_num(samples.mean(axis=1))
     if not len(mono):
         raise UnusableRecordError(f"the recording {path} is empty")
     resampled: Signal = mono if rate == SAMPLE_RATE else soxr.resample(mono, rate, SAMPLE_RATE)
+    if not len(resampled):
+        raise UnusableRecordError(f"the recording {path} is too short ({len(mono)} samples at {rate} Hz)")
+    if not np.abs(resampled).max() <= MAX_AMPLITUDE:
+        raise UnusableRecordError(f"the recording {path} has samples above {MAX_AMPLITUDE:g}, or no numbers")
     return resampled.astype(np.float32)
 
 

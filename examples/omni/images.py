@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageOps
 
-from .records import UnusableRecordError
+from .records import DECODING_ERRORS, UnusableRecordError
 
 MAX_DECLARED_PIXELS = 50_000_000
 # The upper end of a range of grey levels, and the factor that takes it to 8 bits.
@@ -92,7 +92,7 @@ def load_image(path: Path | str, target_pixels: int) -> Image.Image:
             return to_rgb(ImageOps.exif_transpose(image))
     except FileNotFoundError:
         raise UnusableRecordError(f"the file {path} does not exist") from None
-    except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
+    except (Image.DecompressionBombError, *DECODING_ERRORS) as error:
         raise UnusableRecordError(f"the picture {path} cannot be decoded ({error})") from error
 
 

@@ -71,7 +71,7 @@ def make_sample(turns: Sequence[Turn], media: Media, tokenizer: OmniTokenizer, p
         `video_second_per_grid` float32[n].
 
     Raises:
-        UnusableRecordError: If its media alone are longer than `max_length`, or no label is left.
+        UnusableRecordError: If its media alone are longer than `max_length`, a recording is empty, or no label is left.
     """
     encoded = _encode(media, preprocessing)
     ids, labels, end_of_media = _tokens(turns, encoded.blocks, tokenizer)
@@ -120,6 +120,8 @@ def _encode_videos(videos: Sequence[tuple[Pixels, float]], grid: PatchGrid) -> _
 
 def _encode_recordings(recordings: Sequence[Signal], num_mel_bins: int) -> _Encoded:
     """A recording longer than a window is several items, each a block of its own in the text."""
+    if not all(map(len, recordings)):
+        raise UnusableRecordError("a recording has no samples")
     features = [[log_mel(window, num_mel_bins) for window in windows(signal)] for signal in recordings]
     blocks = {"audio": [[num_audio_tokens(len(frames)) for frames in of_signal] for of_signal in features]}
     flat = [frames for of_signal in features for frames in of_signal]

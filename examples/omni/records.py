@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,8 @@ from typing import Any
 MEDIA = ("image", "audio", "video")
 PLACEHOLDER = re.compile("<(" + "|".join(MEDIA) + ")>")
 _ROLES = {"human": "user", "gpt": "assistant", "user": "user", "assistant": "assistant", "system": "system"}
+# What decoders of media raise at malformed bytes. No MemoryError: its reason does not lie in the record alone.
+DECODING_ERRORS = (OSError, ValueError, TypeError, ArithmeticError, LookupError, SyntaxError, EOFError, struct.error)
 
 
 class UnusableRecordError(Exception):
@@ -72,7 +75,8 @@ def read_records(path: Path | str, *, images_without_placeholder: str = "reject"
         One entry for each row, in order. Media are not opened.
 
     Raises:
-        ValueError: If the file is neither kind, or a `.json` file is not a list; or if the option is unknown.
+        ValueError: If the file is neither kind, or a `.json` file is not a list or nested too deeply; or if the option
+            is unknown.
     """
     if images_without_placeholder not in ("reject", "prepend"):
         raise ValueError(
@@ -84,8 +88,9 @@ def read_records(path: Path | str, *, images_without_placeholder: str = "reject"
         raise ValueError(f"`path` must be a .json or .jsonl file, but is {path} instead.")
     entries: list[Record | Defect] = []
     for row, value in _rows(path):
-        name = str(value["id"]) if isinstance(value, dict) and "id" in value else f"row {row}"
+        name = f"row {row}"
         try:
+            name = _name(value, name)
             entries.append(_record(path, row, name, value, images_without_placeholder == "prepend"))
         except UnusableRecordError as error:
             entries.append(Defect(str(path), row, name, str(error)))
@@ -96,7 +101,10 @@ def _rows(path: Path) -> Iterator[tuple[int, Any]]:
     """Row numbers from 1 and their values; an unreadable line's value is the `UnusableRecordError`."""
     text = path.read_bytes().decode("utf-8", errors="replace")
     if path.suffix == ".json":
-        values = json.loads(text)
+        try:
+            values = json.loads(text)
+        except RecursionError:
+            raise ValueError(f"`path` must hold a list of records, but {path} is nested too deeply instead.") from None
         if not isinstance(values, list):
             raise ValueError(f"`path` must hold a list, but {path} holds a {type(values).__name__} instead.")
         yield from enumerate(values, 1)
@@ -112,10 +120,31 @@ def _parsed(line: str) -> Any:
         return json.loads(line, parse_constant=_refuse_constant)
     except ValueError as error:
         return UnusableRecordError(f"the line is no JSON ({error})")
+    except RecursionError:
+        return UnusableRecordError("the line is nested too deeply")
 
 
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON number")
+
+
+def _name(value: Any, default: str) -> str:
+    """The id as text, where there is one."""
+    found = value.get("id") if isinstance(value, dict) else None
+    if found is None:
+        return default
+    if isinstance(found, bool) or not isinstance(found, (str, int, float)):
+        raise UnusableRecordError(f"its `id` is a {type(found).__name__}, not text or a number")
+    return _utf8(str(found), "its `id`")
+
+
+def _utf8(text: str, what: str) -> str:
+    """The text itself: JSON may hold lone surrogates, which neither a tokenizer nor a file's name or a log takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UnusableRecordError(f"{what} is no text in UTF-8 ({error})") from error
+    return text
 
 
 def _record(path: Path, row: int, name: str, value: Any, prepend: bool) -> Record:
@@ -133,27 +162,33 @@ def _record(path: Path, row: int, name: str, value: Any, prepend: bool) -> Recor
 
 
 def _paths(folder: Path, value: dict[str, Any], kind: str) -> tuple[Path, ...]:
-    """Paths under `image` or `images`, a string or a list."""
-    found = value.get(f"{kind}s", value.get(kind)) or []
-    found = [found] if isinstance(found, str) else found
+    """Paths under `image` or `images`, a string or a list; nothing, and an empty string, are none."""
+    found = value.get(f"{kind}s", value.get(kind))
+    found = [] if found is None or found == "" else [found] if isinstance(found, str) else found
     if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
         raise UnusableRecordError(f"`{kind}s` is not a list of paths")
-    return tuple(folder / name for name in found)
+    return tuple(folder / _utf8(name, f"a path in `{kind}s`") for name in found)
 
 
 def _turns(value: dict[str, Any]) -> tuple[Turn, ...]:
     for key, role_key, content_key in (("messages", "role", "content"), ("conversations", "from", "value")):
         if key in value:
-            return tuple(_turn(message, role_key, content_key) for message in value[key] or ())
+            messages = [] if value[key] is None else value[key]
+            if not isinstance(messages, list):
+                raise UnusableRecordError(f"`{key}` is a {type(messages).__name__}, not a list")
+            return tuple(_turn(message, role_key, content_key) for message in messages)
     raise UnusableRecordError("it has neither `messages` nor `conversations`")
 
 
 def _turn(message: Any, role_key: str, content_key: str) -> Turn:
     if not isinstance(message, dict) or not isinstance(message.get(content_key), str):
         raise UnusableRecordError(f"a message has no text under `{content_key}`")
-    if message.get(role_key) not in _ROLES:
-        raise UnusableRecordError(f"the role {message.get(role_key)!r} is unknown")
-    return Turn(_ROLES[message[role_key]], message[content_key])
+    role = message.get(role_key)
+    if not isinstance(role, str):
+        raise UnusableRecordError(f"a message has no text under `{role_key}`")
+    if role not in _ROLES:
+        raise UnusableRecordError(f"the role {role!r} is unknown")
+    return Turn(_ROLES[role], _utf8(message[content_key], f"a message's `{content_key}`"))
 
 
 def _with_placeholders(turns: tuple[Turn, ...], media: dict[str, tuple[Path, ...]]) -> tuple[Turn, ...]:

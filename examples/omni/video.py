@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
 from .images import PatchGrid, Pixels, resize
-from .records import UnusableRecordError
+from .records import DECODING_ERRORS, UnusableRecordError
 
 FRAMES_PER_SECOND = 2.0
 MAX_FRAMES = 64
@@ -26,27 +27,30 @@ def load_video(path: Path | str, grid: PatchGrid) -> tuple[Pixels, float]:
         temporal patch.
 
     Raises:
-        UnusableRecordError: If PyAV is missing, there is no such file, or no frame can be decoded.
+        UnusableRecordError: If PyAV is missing, there is no such file, or no frame can be decoded, or frames differ
+            in size.
     """
     try:
         import av  # type: ignore[import-not-found]
     except ImportError:
         raise UnusableRecordError("videos need PyAV (`pip install av`), which is not installed") from None
-    if not Path(path).is_file():
+    if not os.path.isfile(path):
         raise UnusableRecordError(f"the file {path} does not exist")
     try:
         with av.open(str(path)) as container:
             frames = _sampled(container, grid)
-    except (av.FFmpegError, IndexError) as error:
+    except (av.FFmpegError, *DECODING_ERRORS) as error:
         raise UnusableRecordError(f"the clip {path} cannot be decoded ({error})") from error
     if not frames:
         raise UnusableRecordError(f"the clip {path} has no frame")
+    if len({frame.shape for frame in frames}) > 1:
+        raise UnusableRecordError(f"the clip {path} changes the size of its frames")
     frames += [frames[-1]] * (-len(frames) % grid.temporal_size)
     return np.stack(frames), grid.temporal_size / FRAMES_PER_SECOND
 
 
 def _sampled(container: object, grid: PatchGrid) -> list[Pixels]:
-    """Resized frames at the sampling rate, up to the limit; all are of one size."""
+    """Resized frames at the sampling rate, up to the limit."""
     frames: list[Pixels] = []
     due = 0.0
     for frame in container.decode(video=0):  # type: ignore[attr-defined]

@@ -2,8 +2,8 @@
 
     ORCH_DATA=... python tests/benchmark/bench_plan.py [--quick] [--json FILE]
 
-Loads are over the best proven bound; bytes are shares of all; times are medians of CPU time. Peers (`plan_peers.py`)
-run where they are installed.
+Loads are over the best proven bound; what crosses nodes is a share of all tokens, beside the least that must at a
+load of 1.01 times the bound; times are medians of CPU time. Peers (`plan_peers.py`) run where they are installed.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from orch.balancing import balance
 from orch.bounds import lower_bounds
+from orch.comm.placement import Traffic
 from orch.comm.topology import IntArray, Topology
 from orch.config import BalanceConfig, StageConfig
-from orch.cost import CostModel, PackedCost, PaddedCost
+from orch.cost import PackedCost, PaddedCost
 from orch.dispatch import DISPATCHERS, DispatchProblem
 from orch.dispatch.bounds import least_load
 from orch.dispatch.deal import deal
@@ -34,15 +35,19 @@ from orch.metrics import step_metrics
 from orch.plan import plan_step
 from tests.benchmark.plan_gil import longest_gil_ms
 from tests.benchmark.plan_instances import RANKS_PER_NODE, ROW_BYTES, STAGES, Instance, instance, step, traces
-from tests.benchmark.plan_peers import peers
-from tests.benchmark.plan_proof import proven_load
+from tests.benchmark.plan_peers import PEERS, compare_loads, compare_times, peers
+from tests.benchmark.plan_proof import least_step_bytes, proven_load
 
 QUADRATIC = PackedCost(0.0, 0.0, 1.0)  # what VeOmni balances
 
 
 @dataclass(slots=True)
 class Row:
-    """One instance: largest loads over the bound, shares of tokens that cross nodes, milliseconds."""
+    """One instance: largest loads over the bound, shares of tokens that cross nodes, milliseconds.
+
+    Attributes:
+        volume: The most tokens that any rank sends to or receives from other nodes, over the mean load of a rank.
+    """
 
     ranks: int
     per_rank: int
@@ -52,6 +57,7 @@ class Row:
     bound_over_mean: float = 1.0
     load: dict[str, float] = field(default_factory=dict)
     crossing: dict[str, float] = field(default_factory=dict)
+    volume: dict[str, float] = field(default_factory=dict)
     ms: dict[str, float] = field(default_factory=dict)
 
 
@@ -65,18 +71,12 @@ def timed(function: Callable[[], Any], repeats: int) -> tuple[Any, float]:
     return result, float(np.median(times))
 
 
-def measure(case: Instance, repeats: int, with_peers: bool, placed: bool) -> Row:
+def measure(case: Instance, repeats: int, with_peers: bool) -> Row:
     """All dispatchers, peers and bounds on one instance."""
     num_ranks = case.topology.num_ranks
     row = Row(num_ranks, case.per_rank, case.mix, case.stage, round(case.items_per_rank, 2))
     problem = DispatchProblem(case.lengths, case.home, case.topology, PackedCost())
-    layouts: dict[str, IntArray] = {"drawn": case.home}
-    nothing = np.zeros(num_ranks, dtype=np.int64)
-    (layouts["lpt"], _), row.ms["lpt"] = timed(lambda: deal(case.lengths, nothing), repeats)
-    for name in ("greedy", "local"):
-        layouts[name], row.ms[name] = timed(lambda name=name: DISPATCHERS[name](problem), repeats)
-    if placed:
-        layouts["lpt placed"], row.ms["placement"] = timed(lambda: place(problem, layouts["lpt"]), 1)
+    layouts = _packed_layouts(case, problem, row, repeats)
     for name, peer in peers().items() if with_peers else ():
         ranks, spent = timed(lambda peer=peer: peer(case.lengths, num_ranks), 1)
         if ranks is not None:
@@ -86,34 +86,71 @@ def measure(case: Instance, repeats: int, with_peers: bool, placed: bool) -> Row
     if case.items_per_rank < 16:
         proven = proven_load(case.lengths, num_ranks, bounds.load, problem.largest_load(layouts["greedy"]))
     row.bound_over_mean = proven / (case.lengths.sum() / num_ranks)
-    total, node = int(case.lengths.sum()), case.topology.node_of_rank
-    row.crossing["bound"] = bounds.inter_node / total
+    row.crossing["bound"] = bounds.inter_node / int(case.lengths.sum())
     for name, ranks in layouts.items():
         row.load[name] = problem.largest_load(ranks) / proven
-        row.crossing[name] = int(case.lengths[node[ranks] != node[case.home]].sum()) / total
-    _measure_other_costs(case, row, layouts, repeats)
+        row.crossing[name] = _crossing(case, ranks)
+    for name in ("lpt", "lpt placed", "local", "local placed"):
+        row.volume[name] = _largest_volume(case, layouts[name])
+    _measure_squared(case, row, layouts)
+    _measure_padded(case, row, layouts, repeats)
     return row
 
 
-def _measure_other_costs(case: Instance, row: Row, layouts: dict[str, IntArray], repeats: int) -> None:
-    """Squared lengths beside VeOmni, which balances those, and padded batches beside verl."""
+def _packed_layouts(case: Instance, problem: DispatchProblem, row: Row, repeats: int) -> dict[str, IntArray]:
+    """As drawn, and what the dispatchers of packed batches make of it; LPT and `local` placed as well."""
+    layouts: dict[str, IntArray] = {"drawn": case.home}
+    nothing = np.zeros(case.topology.num_ranks, dtype=np.int64)
+    (layouts["lpt"], _), row.ms["lpt"] = timed(lambda: deal(case.lengths, nothing), repeats)
+    for name in ("greedy", "local"):
+        layouts[name], row.ms[name] = timed(lambda name=name: DISPATCHERS[name](problem), repeats)
+    layouts["lpt placed"], row.ms["placement"] = timed(lambda: place(problem, layouts["lpt"]), 1)
+    layouts["local placed"], row.ms["placement of local"] = timed(lambda: place(problem, layouts["local"]), 1)
+    return layouts
 
-    def problem(cost: CostModel) -> DispatchProblem:
-        return DispatchProblem(case.lengths, case.home, case.topology, cost, layout="padded")
 
-    squared = problem(QUADRATIC)
+def _crossing(case: Instance, ranks: IntArray) -> float:
+    """The share of tokens whose node changes."""
+    node = case.topology.node_of_rank
+    return int(case.lengths[node[ranks] != node[case.home]].sum()) / int(case.lengths.sum())
+
+
+def _largest_volume(case: Instance, ranks: IntArray) -> float:
+    """What placement minimises: the most tokens between any rank and other nodes, over the mean load."""
+    traffic = Traffic.of(case.home, ranks, case.lengths, case.topology)
+    return traffic.largest_volume(case.topology.node_of_rank) * case.topology.num_ranks / int(case.lengths.sum())
+
+
+def _measure_squared(case: Instance, row: Row, layouts: dict[str, IntArray]) -> None:
+    """Squared lengths beside VeOmni, which balances those."""
+    squared = DispatchProblem(case.lengths, case.home, case.topology, QUADRATIC, layout="padded")
     least = least_load(QUADRATIC.item_costs(case.lengths), case.topology.num_ranks)
     row.load["greedy squared"] = squared.largest_load(DISPATCHERS["greedy"](squared)) / least
     if "veomni" in layouts:
         row.load["veomni squared"] = squared.largest_load(layouts["veomni"]) / least
-    padded = problem(PaddedCost())
-    ranks, row.ms["binary_search"] = timed(lambda: DISPATCHERS["binary_search"](padded), repeats)
-    optimum = lower_bounds(case.lengths, case.home, case.topology, cost=PaddedCost()).load
-    row.load["binary_search"] = padded.largest_load(ranks) / optimum
-    row.load["local padded"] = padded.largest_load(balance_padded(case)) / optimum
-    for name in ("verl equal", "verl", "veomni"):
+
+
+def _measure_padded(case: Instance, row: Row, layouts: dict[str, IntArray], repeats: int) -> None:
+    """Padded batches beside verl.
+
+    A padded batch costs no less than its tokens, so that the least that must cross nodes for packed batches of up to
+    1.01 times the padded optimum must for padded ones too. It holds for `binary_search`; `local` pads more than that.
+    """
+    padded = DispatchProblem(case.lengths, case.home, case.topology, PaddedCost(), layout="padded")
+    found: dict[str, IntArray] = {}
+    search = DISPATCHERS["binary_search"]
+    found["binary_search"], row.ms["binary_search"] = timed(lambda: search(padded), repeats)
+    found["binary_search placed"] = place(padded, found["binary_search"])
+    found["local padded"] = balance_padded(case)
+    bounds = lower_bounds(case.lengths, case.home, case.topology, cost=PaddedCost())
+    least = lower_bounds(case.lengths, case.home, case.topology, target=bounds.target).inter_node
+    row.crossing["bound padded"] = least / int(case.lengths.sum())
+    for name, ranks in found.items():
+        row.load[name] = padded.largest_load(ranks) / bounds.load
+        row.crossing[name] = _crossing(case, ranks)
+    for name in PEERS:
         if name in layouts:
-            row.load[f"{name} padded"] = padded.largest_load(layouts[name]) / optimum
+            row.load[f"{name} padded"] = padded.largest_load(layouts[name]) / bounds.load
 
 
 def balance_padded(case: Instance) -> IntArray:
@@ -123,13 +160,22 @@ def balance_padded(case: Instance) -> IntArray:
 
 @dataclass(slots=True)
 class StepRow:
-    """A whole step of three stages: bytes between nodes and planning time."""
+    """A whole step of three stages: bytes between nodes and planning time.
+
+    Attributes:
+        inter_node_bytes_by_stage: Raw items and encoder outputs; of the LLM, the text.
+        least_by_stage: What must cross, see `least_step_bytes`: raw items, without outputs; of the LLM, the text.
+        all_bytes: Text, raw items and outputs once each.
+    """
 
     ranks: int
     per_rank: int
     mix: str
     plan_ms: float
     inter_node_bytes: int
+    inter_node_bytes_by_stage: dict[str, int]
+    least_by_stage: dict[str, int]
+    all_bytes: int
     lpt_plan_ms: float
     lpt_inter_node_bytes: int
     imbalance: dict[str, float]
@@ -140,9 +186,24 @@ class StepRow:
         """Bytes of LPT with placement over bytes of ours."""
         return self.lpt_inter_node_bytes / max(self.inter_node_bytes, 1)
 
+    @property
+    def least(self) -> int:
+        """Bytes that must cross."""
+        return sum(self.least_by_stage.values())
+
+    @property
+    def over_least(self) -> float | None:
+        """Bytes of ours over the least that must cross; None where nothing must."""
+        return self.inter_node_bytes / self.least if self.least else None
+
+    @property
+    def distance(self) -> float:
+        """Bytes of ours beyond the least that must cross, as a share of all bytes."""
+        return (self.inter_node_bytes - self.least) / self.all_bytes
+
 
 def measure_step(mix: str, num_ranks: int, per_rank: int, repeats: int) -> StepRow:
-    """`plan_step` with `local` and with LPT and placement."""
+    """`plan_step` with `local` and with LPT and placement, and the least that must cross nodes."""
     lengths, topology = step(mix, num_ranks, per_rank), Topology(num_ranks, RANKS_PER_NODE)
     encoder = {name: StageConfig(row_bytes=ROW_BYTES) for name in lengths.stages}
     ours = BalanceConfig("post", stages=encoder)
@@ -151,19 +212,20 @@ def measure_step(mix: str, num_ranks: int, per_rank: int, repeats: int) -> StepR
     plan, spent = timed(lambda: plan_step(lengths, topology, ours), repeats)
     lpt_plan, lpt_spent = timed(lambda: plan_step(lengths, topology, lpt), 1)
     metrics = step_metrics(lengths, plan, topology, ours)
-    lpt_metrics = step_metrics(lengths, lpt_plan, topology, lpt)
-    imbalance = {name: stage.imbalance_after / stage.bound for name, stage in metrics.stages.items()}
-    held = longest_gil_ms(lambda: plan_step(lengths, topology, ours), repeats)
+    items = [part.num_bytes.sum() + part.num_rows.sum() * ROW_BYTES for part in lengths.stages.values()]
     return StepRow(
-        num_ranks,
-        per_rank,
-        mix,
-        spent,
-        metrics.moved.inter_node,
-        lpt_spent,
-        lpt_metrics.moved.inter_node,
-        imbalance,
-        held,
+        ranks=num_ranks,
+        per_rank=per_rank,
+        mix=mix,
+        plan_ms=spent,
+        inter_node_bytes=metrics.moved.inter_node,
+        inter_node_bytes_by_stage={name: stage.moved.inter_node for name, stage in metrics.stages.items()},
+        least_by_stage=least_step_bytes(lengths, topology, ours),
+        all_bytes=int(lengths.num_bytes.sum() + sum(items)),
+        lpt_plan_ms=lpt_spent,
+        lpt_inter_node_bytes=step_metrics(lengths, lpt_plan, topology, lpt).moved.inter_node,
+        imbalance={name: stage.imbalance_after / stage.bound for name, stage in metrics.stages.items()},
+        longest_gil_ms=longest_gil_ms(lambda: plan_step(lengths, topology, ours), repeats),
     )
 
 
@@ -183,21 +245,37 @@ def rows(quick: bool, repeats: int) -> Iterator[Row]:
             for stage in STAGES:
                 case = instance(mix, stage, num_ranks, per_rank)
                 if case is not None:
-                    placed = mix in ("omni-3mod", "obelics-like")
-                    row = measure(case, repeats, with_peers=True, placed=placed)
+                    row = measure(case, repeats, with_peers=True)
                     print(_line(row), flush=True)
                     yield row
 
 
 def _line(row: Row) -> str:
-    shown = ("drawn", "lpt", "greedy", "local", "verl equal", "verl", "veomni", "binary_search")
-    loads = "  ".join(f"{name} {row.load[name]:.4f}" for name in shown if name in row.load)
-    crossing = "  ".join(
-        f"{name} {row.crossing[name]:.2%}" for name in ("bound", "local", "lpt placed") if name in row.crossing
-    )
-    times = "  ".join(f"{name} {row.ms[name]:.1f}" for name in (*shown[1:], "placement") if name in row.ms)
+    shown = ("drawn", "lpt", "greedy", "local", *PEERS, "binary_search", "local padded")
+    packed = ("bound", "local", "local placed", "lpt", "lpt placed")
+    crossed = (*packed, "bound padded", "binary_search", "binary_search placed", "local padded")
+    times = (*shown[1:], "placement", "placement of local")
     where = f"{row.ranks:5d} x {row.per_rank:2d} {row.mix:16s} {row.stage:6s} {row.items_per_rank:6.1f} items"
-    return f"{where} | {loads} | cross: {crossing} | ms: {times}"
+    parts = [(row.load, shown, ".4f"), (row.crossing, crossed, ".2%"), (row.ms, times, ".1f")]
+    loads, crossing, ms = (
+        "  ".join(f"{name} {values[name]:{form}}" for name in names if name in values) for values, names, form in parts
+    )
+    return f"{where} | {loads} | cross: {crossing} | ms: {ms}"
+
+
+def _step_line(row: StepRow) -> str:
+    over = "" if row.over_least is None else f", {row.over_least:.2f} x"
+    by_stage = "  ".join(
+        f"{name} {moved / 1e6:.1f} (least {row.least_by_stage[name] / 1e6:.1f})"
+        for name, moved in row.inter_node_bytes_by_stage.items()
+    )
+    return (
+        f"step {row.ranks:5d} x {row.per_rank:2d} {row.mix:16s} | MB between nodes: {row.inter_node_bytes / 1e6:.1f}  "
+        f"least {row.least / 1e6:.1f} ({row.distance:.2%} of all bytes above it{over})  "
+        f"lpt {row.lpt_inter_node_bytes / 1e6:.1f} ({row.ratio:.1f} x ours) | {by_stage} | "
+        f"load: {'  '.join(f'{name} {load:.4f}' for name, load in row.imbalance.items())} | "
+        f"ms: plan {row.plan_ms:.1f}  lpt {row.lpt_plan_ms:.1f}  gil {row.longest_gil_ms:.1f}"
+    )
 
 
 def summary(found: list[Row], steps: list[StepRow]) -> dict[str, Any]:
@@ -205,9 +283,41 @@ def summary(found: list[Row], steps: list[StepRow]) -> dict[str, Any]:
     many = [row for row in found if row.items_per_rank >= 16]
     few = [row for row in found if 4 <= row.items_per_rank < 16]
     large = [row for row in many if row.ranks == 2560 and row.per_rank == 60 and row.stage == "llm"]
+    loads = ("drawn", "lpt", "greedy", "local")
+    return {
+        "load >= 16 items": {name: _mean([row.load[name] for row in many]) for name in loads},
+        "load 4-16 items": {name: _mean([row.load[name] for row in few]) for name in loads},
+        **_beside_peers(found),
+        "binary_search over optimum, worst": max(row.load["binary_search"] for row in found),
+        "local padded over optimum": _mean([row.load["local padded"] for row in many if row.ranks > RANKS_PER_NODE]),
+        **_between_nodes([row for row in found if row.ranks > RANKS_PER_NODE]),
+        "crossing over bound, worst and mean": [
+            max((row.crossing["local"] - row.crossing["bound"] for row in many), default=None),
+            _mean([row.crossing["local"] - row.crossing["bound"] for row in many if row.ranks > RANKS_PER_NODE]),
+        ],
+        "ms, 153,600 items on 2,560 ranks": {
+            name: _mean([row.ms[name] for row in large]) for name in ("lpt", "greedy", "local", "binary_search")
+        },
+        "steps": [
+            {
+                **asdict(row),
+                "bytes of LPT over ours": row.ratio,
+                "least bytes": row.least,
+                "bytes of ours over the least": row.over_least,
+                "bytes beyond the least, share of all": row.distance,
+            }
+            for row in steps
+        ],
+    }
 
-    def mean(values: list[float]) -> float | None:
-        return float(np.mean(values)) if values else None
+
+def _mean(values: list[float]) -> float | None:
+    return float(np.mean(values)) if values else None
+
+
+def _beside_peers(found: list[Row]) -> dict[str, Any]:
+    """Loads and times of ours beside those of the peers on the same instances."""
+    names = sorted({name for row in found for name in row.load if name.split(" ")[0] in ("verl", "veomni")})
 
     def worse(name: str, ours: str, suffix: str = "") -> list[str]:
         """Instances on which a peer is better."""
@@ -217,32 +327,39 @@ def summary(found: list[Row], steps: list[StepRow]) -> dict[str, Any]:
             if name + suffix in row.load and row.load[ours] > row.load[name + suffix] * (1 + 1e-9)
         ]
 
-    names = sorted({name for row in found for name in row.load if name.split(" ")[0] in ("verl", "veomni")})
     return {
-        "load >= 16 items": {
-            name: mean([row.load[name] for row in many]) for name in ("drawn", "lpt", "greedy", "local")
-        },
-        "load 4-16 items": {
-            name: mean([row.load[name] for row in few]) for name in ("drawn", "lpt", "greedy", "local")
-        },
-        "peers, all instances": {name: mean([row.load[name] for row in found if name in row.load]) for name in names},
+        "peers, all instances": {name: _mean([row.load[name] for row in found if name in row.load]) for name in names},
         "ours on the same": {
-            name: mean([row.load[_counterpart(name)] for row in found if name in row.load]) for name in names
+            name: _mean([row.load[_counterpart(name)] for row in found if name in row.load]) for name in names
         },
-        "peers better than greedy": [
-            line for name in ("verl equal", "verl", "veomni") for line in worse(name, "greedy")
-        ]
+        "peers better than greedy": [line for name in PEERS for line in worse(name, "greedy")]
         + worse("veomni", "greedy squared", " squared"),
-        "binary_search over optimum, worst": max(row.load["binary_search"] for row in found),
-        "local padded over optimum": mean([row.load["local padded"] for row in many if row.ranks > RANKS_PER_NODE]),
-        "crossing over bound, worst and mean": [
-            max((row.crossing["local"] - row.crossing["bound"] for row in many), default=None),
-            mean([row.crossing["local"] - row.crossing["bound"] for row in many if row.ranks > RANKS_PER_NODE]),
-        ],
-        "ms, 153,600 items on 2,560 ranks": {
-            name: mean([row.ms[name] for row in large]) for name in ("lpt", "greedy", "local", "binary_search")
+        "load over the best peer's": {
+            ours: compare_loads([row.load for row in found], ours) for ours in ("greedy", "local")
         },
-        "steps": [{**asdict(row), "bytes of LPT over ours": row.ratio} for row in steps],
+        "ms of peers over ours, median": {
+            f"{peer} over {ours}": compare_times([(row.ranks, row.ms) for row in found], peer, ours)
+            for peer in PEERS
+            for ours in ("greedy", "local", "binary_search")  # the last cuts padded batches, which no peer does
+        },
+    }
+
+
+def _between_nodes(found: list[Row]) -> dict[str, Any]:
+    """What crosses nodes, and what placement saves of it: means over the instances of more than one node."""
+    packed = ("lpt", "lpt placed", "local", "local placed")
+    padded = ("bound padded", "binary_search", "binary_search placed", "local padded")
+    return {
+        "crossing": {name: _mean([row.crossing[name] for row in found]) for name in ("bound", *packed)},
+        "crossing, padded": {name: _mean([row.crossing[name] for row in found]) for name in padded},
+        "largest volume of a rank over its mean load": {
+            name: _mean([row.volume[name] for row in found]) for name in packed
+        },
+        "crossing that placement saves, most and mean": {
+            name: [max(saved, default=None), _mean(saved)]
+            for name in ("lpt", "local")
+            for saved in [[row.crossing[name] - row.crossing[f"{name} placed"] for row in found]]
+        },
     }
 
 
@@ -267,7 +384,7 @@ def main() -> None:
     for num_ranks, per_rank in ((64, 16),) if options.quick else ((64, 16), (256, 16), (2560, 16), (2560, 60)):
         for mix in ("omni-3mod", "obelics-like"):
             steps.append(measure_step(mix, num_ranks, per_rank, options.repeats))
-            print(f"step {steps[-1]}  ratio {steps[-1].ratio:.1f}", flush=True)
+            print(_step_line(steps[-1]), flush=True)
     report = summary(found, steps)
     print(json.dumps(report, indent=2))
     if options.json is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import numpy as np
 
 from orch.comm.topology import IntArray
 
+PEERS = ("verl equal", "verl", "veomni")
 Peer = Callable[[IntArray, int], "IntArray | None"]
 _MOST_SETS = 300_000  # verl's unequal form keeps items x ranks sets
 _MOST_ITEMS = 50_000  # and its equal form takes minutes beyond
@@ -32,6 +33,47 @@ def peers() -> dict[str, Peer]:
     veomni = _module("veomni", "utils/data_balance/balance_sorting_algo.py")
     if veomni is not None:
         found["veomni"] = lambda lengths, ranks: _veomni(veomni, lengths, ranks)
+    return found
+
+
+def compare_loads(loads: Sequence[Mapping[str, float]], ours: str) -> dict[str, float | int | None]:
+    """How the largest load of one of ours stands to the least of all peers, over the instances that a peer finished.
+
+    Args:
+        loads: Of each instance, the largest load by name.
+        ours: A name.
+    """
+    ratios = [
+        load[ours] / min(load[peer] for peer in PEERS if peer in load)
+        for load in loads
+        if any(peer in load for peer in PEERS)
+    ]
+    worse = [ratio - 1 for ratio in ratios if ratio > 1 + 1e-9]
+    return {
+        "instances": len(ratios),
+        "mean": float(np.mean(ratios)) if ratios else None,
+        "better on": sum(ratio < 1 - 1e-9 for ratio in ratios),
+        "worse on": len(worse),
+        "worse by over 1 % on": sum(excess > 0.01 for excess in worse),
+        "worse by, mean where worse": float(np.mean(worse)) if worse else 0.0,
+        "worse by, most": max(worse, default=0.0),
+    }
+
+
+def compare_times(times: Sequence[tuple[int, Mapping[str, float]]], peer: str, ours: str) -> dict[str, float | int]:
+    """The median of a peer's time over ours, in all and by number of ranks, over the instances that it finished.
+
+    Args:
+        times: Of each instance, its number of ranks and the milliseconds by name.
+        peer: A name.
+        ours: A name.
+    """
+    ratios = [(ranks, ms[peer] / max(ms[ours], 1e-3)) for ranks, ms in times if peer in ms]
+    found: dict[str, float | int] = {"instances": len(ratios)}
+    if ratios:
+        found["all"] = float(np.median([ratio for _, ratio in ratios]))
+    for ranks in sorted({ranks for ranks, _ in ratios}):
+        found[f"{ranks} ranks"] = float(np.median([ratio for of, ratio in ratios if of == ranks]))
     return found
 
 

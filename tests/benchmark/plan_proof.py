@@ -1,8 +1,9 @@
-"""Lower bounds that are too slow for the planner: what fractional patterns of items allow (Gilmore and Gomory 1961).
+"""Lower bounds that the planner has no need of: loads that patterns of items forbid, and the bytes of a whole step.
 
 A bin of capacity C holds a pattern of item sizes. If even fractions of patterns need more than the bins there are,
-then C is infeasible. Solved by column generation; its dual prices prove the bound, whatever the solver's tolerance: a
-pattern is worth at most `best`, so the items' total worth over `best` is a number of bins that are needed.
+then C is infeasible (Gilmore and Gomory 1961). Solved by column generation; its dual prices prove the bound, whatever
+the solver's tolerance: a pattern is worth at most `best`, so the items' total worth over `best` is a number of bins
+that are needed.
 """
 
 from __future__ import annotations
@@ -11,7 +12,10 @@ import numpy as np
 import numpy.typing as npt
 from scipy.optimize import linprog
 
-from orch.comm.topology import IntArray
+from orch.bounds import lower_bounds
+from orch.comm.topology import IntArray, Topology
+from orch.config import BalanceConfig
+from orch.lengths import StepLengths
 
 MAX_SIZES = 500  # different sizes
 MAX_WORK = 3_600_000  # different sizes times the capacity over their greatest common divisor
@@ -89,3 +93,27 @@ def _best_pattern(
                 pattern[index], left, value = copies, rest, float(tables[index][rest])
                 break
     return total, pattern
+
+
+def least_step_bytes(lengths: StepLengths, topology: Topology, config: BalanceConfig) -> dict[str, int]:
+    """The bytes that must cross nodes in a step of one micro-step at loads up to 1.01 times the bound of every stage.
+
+    The raw items of an encoder's surplus have to leave their node; of the LLM, the text of its surplus of samples.
+    These are different bytes, so that they add up. Outputs are left out, because an item that leaves together with its
+    sample crosses only once: raw.
+
+    Args:
+        lengths: The step; its costs must be additive.
+        topology: Ranks and nodes.
+        config: The costs.
+
+    Returns:
+        By stage; the LLM is "llm" and comes last.
+    """
+    found = {}
+    for name, items in lengths.stages.items():
+        home, cost = lengths.home[items.sample], config.stage(name).cost_model
+        found[name] = lower_bounds(items.length, home, topology, cost=cost, sizes=items.num_bytes).inter_node
+    cost = config.llm.cost_model
+    text = lower_bounds(lengths.llm_length, lengths.home, topology, cost=cost, sizes=lengths.num_bytes)
+    return {**found, "llm": text.inter_node}

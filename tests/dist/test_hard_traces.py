@@ -234,7 +234,8 @@ def _numbers(value):
     return [value] if isinstance(value, (int, float)) else []
 
 
-def test_31_tiny_entries_are_trained_and_an_empty_one_is_refused_by_name(orch_data):
+@pytest.mark.parametrize("num_ranks", [2, 8])
+def test_31_tiny_entries_are_trained_and_an_empty_one_is_skipped_with_its_reason(orch_data, num_ranks):
     """A label of one token alone trains nothing; recordings without a token were refused before (case 22)."""
     rows, _ = rows_of(orch_data, 31)
     empty, *tiny = rows
@@ -242,20 +243,38 @@ def test_31_tiny_entries_are_trained_and_an_empty_one_is_refused_by_name(orch_da
 
     def run():
         model = small_model(torch.float32)
-        samples = [_tiny(model.config, index, row) for index, row in enumerate(tiny)]
-        trained = train_all(model, samples, token_budget=64)
+        samples = [_tiny(model.config, index, row) for index, row in enumerate(rows)]
+        ids, losses, *_ = train_all(model, samples, token_budget=64)
         assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
-        try:
-            list(odb.ODBDataLoader(Tokens(rows), token_budget=64).groups())
-        except Exception as error:
-            return trained, str(error)
+        loader = odb.ODBDataLoader(Tokens(rows), token_budget=64)
+        names = [sample["id"] for group in loader.groups() for sample in group]
+        return ids, losses, names, loader.skipped
 
-    results = run_ranks(run, 2)
-    assert sorted(name for (ids, *_), _ in results for name in ids) == [row["id"] for row in tiny]
-    for (_, losses, *_), refused in results:
-        assert all(map(math.isfinite, losses))
-        assert "Sample 0" in refused
-        assert "must be at least 1, but is 0" in refused
+    results = run_ranks(run, num_ranks, timeout_s=120)
+    assert sorted(name for ids, *_ in results for name in ids) == [row["id"] for row in tiny]
+    assert sorted(name for *_, names, _ in results for name in names) == [row["id"] for row in tiny]
+    assert len({len(losses) for _, losses, *_ in results}) == 1
+    assert all(math.isfinite(loss) for _, losses, *_ in results for loss in losses)
+    assert [entry for *_, skipped in results for entry in skipped] == [(0, "its length is 0")]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_samples_of_length_0_alone_give_an_epoch_without_a_step(num_workers):
+    """Also where one rank alone has a sample."""
+    rows = [{"id": f"e{i}", "text_tokens": 0, "images": [], "audio_frames": []} for i in range(6)]
+    rows_with_one = [dict(row, text_tokens=5 * (i == 3)) for i, row in enumerate(rows)]
+
+    def run():
+        found = []
+        for dataset in (Tokens(rows), Tokens(rows_with_one)):
+            loader = odb.ODBDataLoader(dataset, token_budget=64, num_workers=num_workers)
+            found.append(([odb.pop_step_info(batch).num_samples for batch in loader], len(loader.skipped)))
+            assert len(loader) == len(found[-1][0])
+        return found
+
+    (empty, one), (other_empty, other_one) = run_ranks(run, 2)
+    assert empty == other_empty == ([], 3)
+    assert sorted([one, other_one]) == [([0], 3), ([1], 2)]
 
 
 def _tiny(config, index, row):

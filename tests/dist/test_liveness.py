@@ -24,6 +24,7 @@ from orch.comm.lost_peers import PeerLostError, PeerWatch
 from tests.ranks import run_ranks
 
 QUICK = LivenessConfig(interval_s=0.1, suspect_after_s=1.0, lost_after_s=1.0, end_after_s=1.0)
+PATIENT = LivenessConfig(interval_s=0.1, suspect_after_s=1.0, lost_after_s=1.0, end_after_s=20.0)
 
 
 def _train(liveness: Liveness, fate, *, group=None, num_steps: int = 3) -> None:
@@ -51,7 +52,7 @@ def _fail() -> None:
 
 def test_a_killed_rank_is_named_with_what_it_did_last():
     def fn():
-        _train(Liveness.start(QUICK), _kill)
+        _train(Liveness.start(PATIENT), _kill)
 
     *others, killed = run_ranks(fn, 3, expect_failure=True, timeout_s=40)
     assert killed.exit_code == -signal.SIGKILL
@@ -76,8 +77,7 @@ def test_an_exception_in_a_ranks_own_code_is_told_to_the_others():
 
 def test_a_stopped_rank_is_named_when_the_collective_times_out():
     def fn():
-        patient = LivenessConfig(0.1, 1.0, 1.0, end_after_s=20.0)
-        _train(Liveness.start(patient), _stop, group=new_cpu_group(timeout_s=2.0))
+        _train(Liveness.start(PATIENT), _stop, group=new_cpu_group(timeout_s=2.0))
 
     *others, stopped = run_ranks(fn, 3, expect_failure=True, timeout_s=40)
     assert stopped.hung
@@ -109,6 +109,21 @@ def test_a_rank_stuck_in_somebody_elses_collective_says_why_and_ends(fate):
     assert waiting.stderr.count(expected) == 2
     assert "orch: rank 0 waits in step 1, train" in waiting.stderr
     assert "ends now, because" in waiting.stderr
+
+
+def test_ranks_that_do_not_watch_the_lost_one_are_told(monkeypatch):
+    monkeypatch.setattr("orch.comm.liveness._NUM_WATCHED", 1)
+
+    def fn():
+        _train(Liveness.start(QUICK), _stop)
+
+    *others, stopped = run_ranks(fn, 4, expect_failure=True, timeout_s=20, collective_timeout_s=600)
+    assert stopped.hung
+    for outcome in others:
+        assert outcome.exit_code == 1
+        assert not outcome.hung
+        assert "rank 3 has been silent for" in outcome.stderr
+        assert "last in: step 1, stage vision, encode" in outcome.stderr
 
 
 def test_without_a_limit_the_monitor_only_speaks():

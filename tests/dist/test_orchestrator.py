@@ -1,6 +1,7 @@
 """The orchestrated loader among ranks: collectives, several loaders, early ends, uneven ends, agreement."""
 
 import sys
+import time
 from itertools import chain
 
 import pytest
@@ -107,6 +108,27 @@ def test_preparing_a_micro_step_takes_one_raw_exchange():
     for labels in run_ranks(run, 2):
         assert labels.count("parcels") == 1
         assert [label for label in labels if not label.endswith(".header")] == ["lengths", "plan", "parcels", "lengths"]
+
+
+def test_preparation_runs_ahead_by_its_bound_and_no_further():
+    """While a batch is held, `prefetch` batches lie ready and one is in the background thread's hands."""
+
+    def run():
+        num_planned = []
+        for prefetch in (1, 2):
+            _, _, _, loader = make(num_groups=8, balance="post", prefetch=prefetch)
+            counts = []
+            for _ in zip(range(2), loader, strict=False):
+                bound, deadline = len(counts) + 1 + prefetch + 1, time.monotonic() + 20
+                while len(loader.report.plan_ms) < bound and time.monotonic() < deadline:
+                    time.sleep(0.01)
+                time.sleep(0.5)
+                counts.append(len(loader.report.plan_ms))
+            num_planned.append(counts)
+        return num_planned
+
+    for num_planned in run_ranks(run, 2):
+        assert num_planned == [[3, 4], [4, 5]]
 
 
 def test_a_training_and_an_evaluation_loader_live_side_by_side():

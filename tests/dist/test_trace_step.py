@@ -7,6 +7,7 @@ import pytest
 from tests.ranks import run_ranks
 
 OPTIONS = "--steps 2 --samples 60 --max-pixels 50176 --token-budget 384 --num-workers 0"
+PREPARATION = ("orch.gather", "orch.plan", "orch.exchange.raw", "orch.exchange.parcels")
 
 
 def test_it_writes_a_trace_for_each_rank_and_one_picture(tmp_path):
@@ -27,8 +28,13 @@ def test_it_writes_a_trace_for_each_rank_and_one_picture(tmp_path):
         for rank in range(2):
             bars = json.loads((tmp_path / f"{balance}-rank{rank}.bars.json").read_text())
             trace = json.loads((tmp_path / f"{balance}-rank{rank}.json").read_text())
-            names = {name for name, _, _ in bars}
-            assert {"orch.gather", "orch.plan", "orch.encode.audio", "orch.encode.vision", "orch.merge"} <= names
-            assert names - {"LLM"} <= {event["name"] for event in trace["traceEvents"]}
+            names = {name for name, *_, in_background in bars if not in_background}
+            prepared = {name for name, *_, in_background in bars if in_background}
+            assert {"orch.encode.audio", "orch.encode.vision", "orch.merge", "LLM", "backward"} <= names
+            assert {"orch.gather", "orch.plan", "orch.exchange.raw"} <= prepared <= {*PREPARATION}
+            assert not names & {*PREPARATION}
+            (trained_until,) = [start + length for name, start, length, _ in bars if name == "backward"]
+            assert all(start < trained_until for _, start, _, in_background in bars if in_background)
+            assert (names | prepared) - {"LLM"} <= {event["name"] for event in trace["traceEvents"]}
             assert (balance == "post") == any(name.startswith("orch.exchange.vision") for name in names)
-            assert all(length >= 0 for _, _, length in bars)
+            assert all(length >= 0 for _, _, length, _ in bars)

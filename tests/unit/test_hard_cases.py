@@ -18,6 +18,7 @@ from tiny_omni import build_thinker, tiny_thinker_config
 
 from orch.encoders import MropePositionIds, PackedCollator, adapter_for
 from orch.odb.errors import SkipSample
+from orch.odb.worker import Measuring
 
 TOKENIZER = train_tokenizer()
 
@@ -279,7 +280,9 @@ def test_31_entries_of_zero_cost_are_legal(folder, thinker):
         sample = sample_of_lengths(row)
         assert [vision.num_rows(item) for item in vision.split(sample)] == [t * h * w // 4 for t, h, w in row["images"]]
         assert sum(map(audio.num_rows, audio.split(sample))) == (sample["input_ids"] == 9).sum()
-    assert len(sample_of_lengths(rows["z0"])["input_ids"]) == 0
+    with pytest.raises(SkipSample, match="its length is 0"):
+        Measuring().measure(sample_of_lengths(rows["z0"]))
+    assert [Measuring().measure(sample_of_lengths(rows[f"z{i}"]))[0] for i in range(1, 5)] == [2, 1, 1, 100]
     for name in ("z2", "z3"):
         # Frames that give no token: refused by the adapter, so that preprocessing must pad them (case 22).
         lengths = torch.tensor(rows[name]["audio_frames"])

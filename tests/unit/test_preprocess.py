@@ -15,6 +15,7 @@ from omni.images import PatchGrid, image_patches, load_image, resize, to_rgb, vi
 from omni.preprocess import Media, Preprocessing, make_sample, num_audio_tokens
 from omni.records import Turn, UnusableRecordError
 from omni.tokenizer import train_tokenizer
+from omni.video import load_video
 from PIL import Image
 from tiny_omni import SPECIAL_TOKENS, build_thinker, tiny_thinker_config
 
@@ -223,6 +224,96 @@ def test_media_files_that_cannot_be_read_say_why(tmp_path):
         load_image(tmp_path / "cut.png", 3136)
 
 
+@pytest.mark.parametrize(("num_samples", "rate"), [(1, 44_100), (1, 48_000), (2, 96_000), (5, 192_000)])
+def test_a_recording_that_resampling_leaves_empty_is_rejected(tmp_path, num_samples, rate):
+    import soundfile
+
+    soundfile.write(tmp_path / "a.wav", signal(num_samples), rate)
+    with pytest.raises(UnusableRecordError, match=rf"is too short \({num_samples} samples at {rate} Hz\)"):
+        load_audio(tmp_path / "a.wav")
+
+
+@pytest.mark.parametrize(("num_samples", "rate"), [(1, 16_000), (1, 8000), (2, 44_100), (2, 48_000), (6, 192_000)])
+def test_the_shortest_recordings_give_one_token(tmp_path, num_samples, rate):
+    import soundfile
+
+    soundfile.write(tmp_path / "a.wav", signal(num_samples), rate)
+    media = Media(recordings=[load_audio(tmp_path / "a.wav")])
+    sample = make_sample([Turn("user", "<audio>q"), Turn("assistant", "a")], media, TOKENIZER, Preprocessing())
+    assert (sample["input_ids"] == 9).sum() == 1
+    assert sample["audio_feature_lengths"].tolist() == [3]
+    assert len(sample["input_features"]) == 3
+
+
+def test_a_placeholder_never_vanishes_with_an_empty_recording():
+    turns = [Turn("user", "<audio><audio>q"), Turn("assistant", "a")]
+    media = Media(recordings=[signal(16000), signal(0)])
+    with pytest.raises(UnusableRecordError, match="a recording has no samples"):
+        make_sample(turns, media, TOKENIZER, Preprocessing())
+
+
+@pytest.mark.parametrize("value", [np.inf, -np.inf, 1e30])
+def test_a_recording_without_a_finite_spectrum_is_rejected(tmp_path, value):
+    import soundfile
+
+    for rate in (16_000, 44_100):
+        sound = signal(1000)
+        sound[500] = value
+        soundfile.write(tmp_path / "a.wav", sound, rate, subtype="FLOAT")
+        with pytest.raises(UnusableRecordError, match=r"a\.wav has samples above 1e\+12, or no numbers"):
+            load_audio(tmp_path / "a.wav")
+    assert log_mel(np.full(16000, 1e12, dtype=np.float32), 80).isfinite().all()
+
+
+@pytest.mark.parametrize("size", [(1, 1), (1, 2), (1, 20_000), (20_000, 1), (27, 9000), (65_500, 1)])
+@pytest.mark.parametrize("max_pixels", [3136, 128 * 28 * 28])
+@pytest.mark.parametrize("suffix", [".png", ".jpg"])
+def test_pictures_of_any_shape_are_legal_items(tmp_path, size, max_pixels, suffix):
+    path = tmp_path / f"a{suffix}"
+    Image.new("RGB", size).save(path)
+    grid = PatchGrid(max_pixels=max_pixels)
+    media = Media([load_image(path, max_pixels)])
+    sample = make_sample([Turn("user", "<image>q"), Turn("assistant", "a")], media, TOKENIZER, Preprocessing(grid=grid))
+    (thw,) = sample["image_grid_thw"].tolist()
+    assert thw[1] % 2 == thw[2] % 2 == 0
+    assert 4 <= thw[1] * thw[2] == len(sample["pixel_values"]) <= max_pixels // 14**2
+    assert (sample["input_ids"] == 5).sum() == len(sample["pixel_values"]) // 4
+
+
+def test_a_picture_whose_metadata_are_malformed_is_rejected(tmp_path):
+    exif = Image.Exif()
+    exif[0x0112], exif[0x0100] = 6, 7
+    picture(40, 20).save(tmp_path / "a.jpg", exif=exif)
+    number, text = b"\x01\x00\x00\x04", b"\x01\x00\x00\x02"
+    content = (tmp_path / "a.jpg").read_bytes()
+    (tmp_path / "a.jpg").write_bytes(content.replace(number, text, 1))
+    with pytest.raises(UnusableRecordError, match=r"a\.jpg cannot be decoded"):
+        load_image(tmp_path / "a.jpg", 3136)
+
+
+def test_clips_that_are_malformed_or_change_their_size_are_rejected(tmp_path, orch_data):
+    pytest.importorskip("av")
+    frames = []
+    for size in ((100, 60), (60, 100)):
+        picture(*size).save(tmp_path / "a.jpg")
+        frames += [(tmp_path / "a.jpg").read_bytes()] * 20
+    (tmp_path / "a.mjpeg").write_bytes(b"".join(frames))
+    with pytest.raises(UnusableRecordError, match=r"a\.mjpeg changes the size of its frames"):
+        load_video(tmp_path / "a.mjpeg", PatchGrid())
+    (clip,) = (orch_data / "hard").glob("26_*/three.mp4")
+    (tmp_path / "a.mp4").write_bytes(clip.read_bytes().replace(b"VideoHandler", b"\xffideoHandler"))
+    with pytest.raises(UnusableRecordError, match=r"a\.mp4 cannot be decoded"):
+        load_video(tmp_path / "a.mp4", PatchGrid())
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "a\0b", "", "."])
+def test_names_that_no_file_can_have_are_rejected(tmp_path, name):
+    pytest.importorskip("av")
+    for load in (load_audio, lambda path: load_image(path, 3136), lambda path: load_video(path, PatchGrid())):
+        with pytest.raises(UnusableRecordError, match=r"does not exist|cannot be decoded"):
+            load(tmp_path / name)
+
+
 def test_stereo_at_another_rate_becomes_mono_at_16_khz(tmp_path):
     import soundfile
 
@@ -249,6 +340,37 @@ def test_the_dataset_skips_with_the_reason_or_stops(tmp_path):
     strict = OmniDataset(tmp_path / "r.jsonl", TOKENIZER, Preprocessing(), strict=True)
     with pytest.raises(ValueError, match=r"`records` must all be usable, but y .*does not exist"):
         strict[1]
+
+
+def test_bad_records_of_every_kind_are_skipped_by_id_or_row_or_stop(tmp_path):
+    import soundfile
+
+    from orch import odb
+
+    soundfile.write(tmp_path / "a.wav", signal(1), 48_000)
+    talk = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    heard = [{"role": "user", "content": "<audio>q"}, talk[1]]
+    records = [
+        {"id": "good", "messages": talk},
+        {"id": "five", "messages": 5},
+        {"id": "role", "messages": [{"role": [], "content": "q"}]},
+        {"id": "text", "messages": [talk[0], {"role": "assistant", "content": "\ud800"}]},
+        {"id": "sound", "messages": heard, "audios": ["a.wav"]},
+        {"id": ["list"], "messages": talk},
+    ]
+    lines = [*map(json.dumps, records), "[" * 100_000]
+    (tmp_path / "r.jsonl").write_text("\n".join(lines))
+    dataset = OmniDataset(tmp_path / "r.jsonl", TOKENIZER, Preprocessing())
+    names = ["five", "role", "text", "sound", "row 6", "row 7"]
+    loader = odb.ODBDataLoader(dataset, token_budget=100)
+    assert [sample["id"] for group in loader.groups() for sample in group] == ["good"]
+    assert [index for index, _ in loader.skipped] == list(range(1, 7))
+    for (index, reason), name in zip(loader.skipped, names, strict=True):
+        assert reason.startswith(f"{name} (r.jsonl, row {index + 1}): ")
+    strict = OmniDataset(tmp_path / "r.jsonl", TOKENIZER, Preprocessing(), strict=True)
+    for index, name in enumerate(names, 1):
+        with pytest.raises(ValueError, match=rf"but {name} \(r\.jsonl, row {index + 1}\) is not: "):
+            strict[index]
 
 
 def test_limits_that_make_no_sense_raise():

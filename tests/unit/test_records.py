@@ -6,6 +6,7 @@ import pytest
 from omni.records import Defect, Record, Turn, read_records
 
 TALK = [{"role": "user", "content": "<image>q"}, {"role": "assistant", "content": "a"}]
+GOOD = {"messages": TALK, "images": ["a"]}
 
 
 def write(tmp_path, *records, name="records.jsonl"):
@@ -51,18 +52,53 @@ def test_both_forms_and_both_kinds_of_file_give_the_same_records(tmp_path):
         ({"messages": TALK}, "1 placeholders <image> for 0 files"),
         ({"messages": TALK, "images": ["a", "b"]}, "1 placeholders <image> for 2 files"),
         ({"messages": TALK, "images": [3]}, "`images` is not a list of paths"),
+        ({"messages": 5}, "`messages` is a int, not a list"),
+        ({"messages": {}}, "`messages` is a dict, not a list"),
+        ({"messages": "talk"}, "`messages` is a str, not a list"),
+        ({"conversations": True}, "`conversations` is a bool, not a list"),
+        ({"messages": [["user", "q"]]}, "a message has no text under `content`"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "q"}]}]}, "has no text under `content`"),
+        ({"messages": [{"role": ["user"], "content": "q"}]}, "a message has no text under `role`"),
+        ({"messages": [{"role": {"name": "user"}, "content": "q"}]}, "a message has no text under `role`"),
+        ({"conversations": [{"from": ["human"], "value": "q"}]}, "a message has no text under `from`"),
+        ({"conversations": [{"from": "human", "value": 3}]}, "a message has no text under `value`"),
+        ({"messages": [{"content": "q"}]}, "a message has no text under `role`"),
+        ({**GOOD, "images": 5}, "`images` is not a list of paths"),
+        ({**GOOD, "audios": {"path": "a.wav"}}, "`audios` is not a list of paths"),
+        ({**GOOD, "audios": {}}, "`audios` is not a list of paths"),
+        ({**GOOD, "videos": False}, "`videos` is not a list of paths"),
+        ({**GOOD, "images": [["a"]]}, "`images` is not a list of paths"),
+        ({**GOOD, "id": ["x"]}, "its `id` is a list, not text or a number"),
+        ({**GOOD, "id": {"x": 1}}, "its `id` is a dict, not text or a number"),
+        ({**GOOD, "id": True}, "its `id` is a bool, not text or a number"),
+        ({**GOOD, "id": "\ud800"}, "its `id` is no text in UTF-8"),
+        ({**GOOD, "images": ["\ud800.png"]}, "a path in `images` is no text in UTF-8"),
+        ({"messages": [TALK[0], {**TALK[1], "content": "a\udfff"}]}, "a message's `content` is no text in UTF-8"),
+        ({"conversations": [{"from": "human", "value": "\ud800"}]}, "a message's `value` is no text in UTF-8"),
+        ({"messages": [{"role": "\ud800", "content": "q"}]}, r"the role '\ud800' is unknown"),
+        pytest.param('{"x": ' + "[" * 100_000 + "]" * 100_000 + "}", "the line is nested too deeply", id="deep"),
+        pytest.param("[" * 100_000, "the line is nested too deeply", id="deep and cut"),
+        pytest.param('{"id": ' + "9" * 5000 + "}", "the line is no JSON", id="many digits"),
         ({"messages": TALK[:1], "images": ["a"]}, "do not alternate: user"),
         ({"messages": [*TALK, {"role": "system", "content": ""}], "images": ["a"]}, "do not alternate"),
         ({"messages": [*TALK, *TALK[:1]], "images": ["a"]}, "do not alternate"),
     ],
 )
 def test_a_defect_keeps_the_rest_and_says_why(tmp_path, record, reason):
-    good = {"messages": TALK, "images": ["a"]}
-    entries = read_records(write(tmp_path, good, record, good))
+    entries = read_records(write(tmp_path, GOOD, record, GOOD))
     assert [entry.row for entry in entries] == [1, 2, 3]
     assert isinstance(entries[0], Record)
     assert isinstance(entries[2], Record)
     assert reason in reasons(entries)[1]
+    assert all(text.encode() for text in (entries[1].id, entries[1].reason))
+
+
+def test_what_is_null_is_absent_and_pairs_of_surrogates_are_text(tmp_path):
+    path = write(tmp_path, {**GOOD, "id": None, "audios": None, "videos": ""}, {**GOOD, "id": "\U0001f600"})
+    assert "\\ud83d\\ude00" in path.read_text()
+    first, second = read_records(path)
+    assert (first.id, second.id) == ("row 1", "\U0001f600")
+    assert first.media["audio"] == first.media["video"] == ()
 
 
 def test_a_system_turn_may_come_first_and_many_turns_follow(tmp_path):
@@ -86,5 +122,7 @@ def test_files_and_options_that_cannot_be_read_raise(tmp_path):
         read_records(tmp_path / "a.tar")
     with pytest.raises(ValueError, match="`path` must hold a list"):
         read_records(write(tmp_path, "{}", name="a.json"))
+    with pytest.raises(ValueError, match=r"`path` must hold a list of records, but .* is nested too deeply"):
+        read_records(write(tmp_path, "[" * 100_000 + "]" * 100_000, name="a.json"))
     with pytest.raises(ValueError, match="`images_without_placeholder` must be"):
         read_records(write(tmp_path, {}), images_without_placeholder="guess")

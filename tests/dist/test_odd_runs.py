@@ -1,0 +1,162 @@
+"""Runs that are legal, or wrong, in ways that are easily overlooked."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import orch
+from orch.comm.all_to_all import exchange_many
+from orch.comm.layout import Exchange, Layout, Rearrangement
+from orch.comm.topology import Topology
+from tests.models import Groups as ModelGroups
+from tests.models import make_model
+from tests.models import make_sample as make_model_sample
+from tests.omni import make_sample, small_model
+from tests.ranks import run_ranks
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _imported():
+    """Forked ranks start quickly if the model's modules are here already."""
+    small_model(torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("groups", "accumulate", "steps"),
+    [
+        ([[0], [], [1], [2]], 1, [0, 1, 2]),
+        ([[0], [1], [], [], [2], [3]], 2, [0, 0, 1, 1]),
+        ([[], [], [0], []], 1, [0]),
+        ([[], []], 1, []),
+    ],
+)
+def test_a_step_without_any_sample_is_passed_over(groups, accumulate, steps):
+    def run():
+        model, rank = small_model(torch.float32), dist.get_rank()
+        own = [[make_sample(model.config, 100 * rank + i) for i in group] for group in groups]
+        loader = orch.orchestrate(own, model, accumulate=accumulate, topology=Topology(2), timeout_s=30)
+        found = []
+        for batch in loader:
+            model(**batch).loss.backward()
+            found.append((batch["orch"].step, [sample["id"] for sample in batch["orch"].samples]))
+        return found
+
+    ranks = run_ranks(run, 2)
+    for found in ranks:
+        assert [step for step, _ in found] == steps
+    trained = sorted(name for found in ranks for _, names in found for name in names)
+    assert trained == sorted(f"s{100 * rank + i}" for rank in range(2) for group in groups for i in group)
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+def test_a_rank_that_skips_its_first_batch_alone_is_found(prefetch):
+    """The others leave their last batch out, so that all run as many: each exchange would be of two steps."""
+
+    def run():
+        model, rank = small_model(torch.float32), dist.get_rank()
+        samples = [
+            [make_sample(model.config, 100 * i + 10 * rank + k, grids=[(4, 4)]) for k in range(2)] for i in range(8)
+        ]
+        loader = orch.orchestrate(samples, model, topology=Topology(2), prefetch=prefetch, timeout_s=20)
+        for number, batch in enumerate(loader):
+            if number == 0 and rank == 0:
+                continue
+            if number == 7 and rank == 1:
+                break
+            model(**batch).loss.backward()
+
+    for outcome in run_ranks(run, 2, expect_failure=True, timeout_s=60):
+        assert outcome.failed
+        assert re.search(r"ranks did not run the model on \[1, 0\] of their batches", outcome.traceback), (
+            outcome.traceback
+        )
+
+
+def test_ranks_that_all_skip_the_same_batches_go_on():
+    def run():
+        model, rank = small_model(torch.float32), dist.get_rank()
+        samples = [[make_sample(model.config, 10 * i + rank)] for i in range(8)]
+        loader = orch.orchestrate(samples, model, topology=Topology(2), timeout_s=20)
+        losses = [model(**batch).loss.item() for number, batch in enumerate(loader) if number not in (0, 3)]
+        return len(losses)
+
+    assert run_ranks(run, 2, timeout_s=60) == [6, 6]
+
+
+@pytest.mark.parametrize("coefficient", [0.0, 100.0])
+def test_the_loss_of_a_router_is_part_of_the_loss(coefficient):
+    model = make_model("qwen3_vl_moe", "packed")
+    text = model.config.text_config
+    text.output_router_logits, text.router_aux_loss_coef = True, coefficient
+    sample = make_model_sample("qwen3_vl_moe", 0, [], num_text=20)
+    (batch,) = orch.orchestrate(ModelGroups([[sample]]), model)
+    loss = model(**batch).loss
+    plain = model(input_ids=sample["input_ids"][None], labels=sample["labels"][None], use_cache=False).loss
+    assert loss.item() == pytest.approx(plain.item(), rel=1e-5)
+
+
+UINT8, BFLOAT16, INT64 = torch.uint8, torch.bfloat16, torch.int64
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "num_rows"),
+    [([0, 0, 1, 1], [1, 0, 1, 0], [1, 1, 1, 1]), ([0, 0], [0, 1], [2, 1]), ([0, 1], [0, 0], [2, 1])],
+)
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        [(UINT8, 3), (torch.float32, 2)],
+        [(BFLOAT16, 5), (torch.float32, 2)],
+        [(torch.float32, 5), (INT64, 2)],
+        [(INT64, 0)],
+    ],
+    ids=str,
+)
+def test_rows_of_mixed_dtypes_arrive_where_few_or_none_do(source, target, num_rows, kinds):
+    def run():
+        rank = dist.get_rank()
+        move = Rearrangement(Layout(torch.tensor(source).numpy(), 2), Layout(torch.tensor(target).numpy(), 2))
+        exchange = Exchange.of(move, rank, torch.tensor(num_rows).numpy())
+        first = [sum(num_rows[:item]) for item in range(len(num_rows))]
+        rows = [list(range(first[i], first[i] + num_rows[i])) for i in range(len(num_rows))]
+        here = [row for i in range(len(rows)) if source[i] == rank for row in rows[i]]
+        then = [row for i in range(len(rows)) if target[i] == rank for row in rows[i]]
+        tensors = [torch.tensor(here).to(dtype).reshape(-1, 1).expand(-1, width) for dtype, width in kinds]
+        found = exchange_many(tensors, exchange, dist.group.WORLD)
+        expected = [torch.tensor(then).to(dtype).reshape(-1, 1).expand(-1, width) for dtype, width in kinds]
+        return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+    assert run_ranks(run, 2) == [True, True]
+
+
+def test_a_rank_may_leave_a_loader_that_it_never_iterated(tmp_path):
+    """Rank 0 is done at once; rank 1 works on, for longer than the limits, and is left alone."""
+    script = tmp_path / "idle.py"
+    script.write_text(
+        "import sys, time, torch, torch.distributed as dist, orch\n"
+        f"sys.path.insert(0, {str(ROOT)!r})\n"
+        "from tests.omni import make_sample, small_model\n"
+        "dist.init_process_group('gloo')\n"
+        "model, rank = small_model(torch.float32), dist.get_rank()\n"
+        "groups = [[make_sample(model.config, rank)]]\n"
+        "for timeout_s in (2, 3):\n"
+        "    orch.orchestrate(groups, model, topology=orch.Topology(2), timeout_s=timeout_s)\n"
+        "time.sleep(9 * rank)\n"
+        "print('rank', rank, 'is done', flush=True)\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    start = time.monotonic()
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("is done") == 2
+    assert time.monotonic() - start > 9
