@@ -15,6 +15,7 @@ from orch.encoders.packing import use_packed_attention
 from orch.encoders.registry import adapter_for
 from orch.loss import num_label_tokens, token_loss_sum
 from tests.families import FAMILIES, VOCAB
+from tests.omni import largest_error
 
 __all__ = ["FAMILIES"]
 
@@ -107,14 +108,7 @@ def reference(name: str, samples: list[dict[str, Any]]) -> tuple[float, dict[str
 
 def worst_error(gradients: Mapping[str, torch.Tensor | None], expected: Mapping[str, torch.Tensor]) -> float:
     """The largest error of a parameter's gradient relative to that parameter's largest; infinite if there is none."""
-    floor = 1e-6 * max(grad.abs().max().item() for grad in expected.values())
-    errors = [float("inf")]
-    if all(gradients[name] is not None for name in expected):
-        errors = [
-            (gradients[name] - grad).abs().max().item() / max(grad.abs().max().item(), floor)
-            for name, grad in expected.items()
-        ]
-    return max(errors)
+    return largest_error(gradients, expected)
 
 
 def count_entries(model: Any, name: str) -> dict[str, int]:

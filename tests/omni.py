@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -90,7 +91,23 @@ def _plain_loss_sum(model, adapters, collate, sample):
     return token_loss_sum(model(**batch).logits, labels)
 
 
-def largest_error(gradients, reference):
-    """The largest error of a parameter's gradient, relative to the largest gradient of the model."""
-    scale = max(grad.abs().max().item() for grad in reference.values()) or 1.0
-    return max((gradients[name] - reference[name]).abs().max().item() for name in reference) / scale
+def largest_error(
+    gradients: Mapping[str, torch.Tensor | None], reference: Mapping[str, torch.Tensor], floor: float = 1e-6
+) -> float:
+    """The largest error of a parameter's gradient, relative to that parameter's own largest gradient.
+
+    Args:
+        gradients: By parameter.
+        reference: What they should be.
+        floor: A parameter's error is relative to no less than this part of the largest gradient of the model.
+
+    Returns:
+        The error; infinite if a gradient is missing, or anything in one is not finite.
+    """
+    for name, expected in reference.items():
+        found = gradients.get(name)
+        if found is None or not found.isfinite().all() or not expected.isfinite().all():
+            return float("inf")
+    largest = {name: expected.abs().max().item() for name, expected in reference.items()}
+    least = floor * max(largest.values()) or 1.0
+    return max((gradients[name] - reference[name]).abs().max().item() / max(largest[name], least) for name in reference)

@@ -96,10 +96,8 @@ def test_zero2_sees_parameters_in_one_order_on_all_ranks():
         plain_model(name)
     for found in run_ranks(lambda: [zero2_errors(name) for name in names], 2, timeout_s=250):
         for name, errors_of_steps in zip(names, found, strict=True):
-            assert max(errors_of_steps.values()) < 1e-2, (
-                name,
-                errors_of_steps,
-            )  # of single precision; wrong ones are 1
+            wrong = {step: error for step, error in errors_of_steps.items() if not error < 1e-2}
+            assert not wrong, name  # errors of single precision are below; wrong gradients are 1 and more
 
 
 def zero2_errors(name):

@@ -111,6 +111,13 @@ def test_the_same_seed_gives_the_same_losses_bit_for_bit():
         assert first["samples_trained"] == second["samples_trained"]
 
 
+def test_another_launch_with_the_same_seed_gives_the_same_losses_bit_for_bit(generated, tmp_path):
+    first, _ = generated
+    again, _ = report_of(tmp_path, 4, *SMALL, "--ranks-per-node", 2, "--steps", 2)
+    assert len(again["loss"]) == 2
+    assert again["loss"] == first["loss"][:2]
+
+
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
 def test_zero2_with_accumulation_and_padding(tmp_path):
     options = ("--engine", "zero2", "--accumulate", 2, "--layout", "padded", "--steps", 4)
@@ -144,7 +151,7 @@ def test_every_record_of_the_demo_is_trained_once_and_balanced(orch_data, tmp_pa
     assert report["samples_skipped"] == 0
     assert report["loss"][-1] < report["loss"][0]
     for name, stage in report["stages"].items():  # of 8 recordings on 4 ranks, the best pairs are 7.5 % uneven
-        assert stage["imbalance_after"]["mean"] <= max(1.05, stage["bound"]["mean"] + 0.025), name
+        assert stage["imbalance_after"]["mean"] <= max(1.05, stage["bound"]["mean"]), name
         assert stage["imbalance_after"]["mean"] < stage["imbalance_before"]["mean"], name
         assert stage["largest_batch_after"] <= stage["largest_batch_before"], name
         if name != "llm":  # whose batches the loader has filled to the last token

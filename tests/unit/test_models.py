@@ -20,6 +20,7 @@ from tests.models import (
     reference,
     worst_error,
 )
+from tests.omni import largest_error
 
 LAYOUTS = {"padded": ("padded", False), "packed": ("packed", True), "packed under sdpa": ("packed", False)}
 AMOUNTS = ("many", "few", "none")
@@ -74,6 +75,19 @@ def test_equals_the_plain_model(name, layout, amount):
     assert worst_error({key: p.grad for key, p in model.named_parameters()}, expected) < 1e-8
 
 
+@pytest.mark.parametrize("error_of", [largest_error, worst_error])
+def test_errors_of_gradients_are_noticed(error_of):
+    expected = {"large": torch.full((3,), 100.0), "small": torch.full((2,), 1e-3)}
+    assert error_of(expected, expected) == 0
+    assert error_of({**expected, "small": torch.zeros(2)}, expected) == 1
+    assert error_of({**expected, "large": torch.full((3,), 101.0)}, expected) == pytest.approx(0.01)
+    for name in expected:
+        spoiled = {**expected, name: torch.cat([expected[name][1:], torch.tensor([float("nan")])])}
+        assert error_of(spoiled, expected) == error_of(expected, spoiled) == float("inf")
+        assert error_of({**expected, name: None}, expected) == float("inf")
+        assert error_of({key: grad for key, grad in expected.items() if key != name}, expected) == float("inf")
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_media_make_a_difference(name):
     """Else the tests above would say nothing about encoders."""
@@ -81,6 +95,7 @@ def test_media_make_a_difference(name):
     largest = max(grad.abs().max() for grad in expected.values())
     for path in FAMILIES[name].towers.values():
         of_tower = [grad.abs().max() for key, grad in expected.items() if key.startswith(path)]
+        assert all(grad.isfinite() for grad in of_tower)
         assert max(of_tower) > 1e-4 * largest
         assert sorted(of_tower)[len(of_tower) // 4] > 1e-6 * largest
 
