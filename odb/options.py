@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal, get_args
 
 from orch.odb.buffer import WindowSize
+from orch.odb.step_info import resolve_loss_scaling
 
 Grouping = Literal["global", "local"]
 DEFAULT_BUFFER_SIZE = 256
@@ -36,16 +37,11 @@ def take_older_names(given: dict[str, Any], **current: Any) -> dict[str, Any]:
     resolved = dict(current)
     config = given.pop("config", None)
     if config is not None:
-        if current["token_budget"] not in (None, config.token_budget):
-            raise ValueError(
-                f"`token_budget` must be that of `config`, {config.token_budget}, "
-                f"but is {current['token_budget']} instead."
-            )
-        resolved.update({name: getattr(config, name) for name in current})
+        resolved.update({name: _of_config(name, value, getattr(config, name)) for name, value in current.items()})
     for older, name in (("max_input_length", "token_budget"), ("join_mode", "join")):
         value = given.pop(older, None)
         if value is not None:
-            if older == "max_input_length" and resolved[name] not in (None, value):
+            if resolved[name] not in (None, value):
                 raise ValueError(f"`{older}` must be `{name}`, {resolved[name]}, but is {value} instead.")
             resolved[name] = value
     for name in (*NO_EFFECT, "loss_scaling_approx"):
@@ -56,6 +52,18 @@ def take_older_names(given: dict[str, Any], **current: Any) -> dict[str, Any]:
         raise ValueError("`token_budget` must be given, but is None instead.")
     resolved["join"] = True if resolved["join"] is None else resolved["join"]
     return resolved
+
+
+def _of_config(name: str, given: Any, of_config: Any) -> Any:
+    """What `config` says, or what was given where it says nothing; a `loss_scaling` of "exact" may be the default."""
+    if name == "loss_scaling":
+        given, of_config = resolve_loss_scaling(given), resolve_loss_scaling(of_config)
+        given = None if given == "exact" else given
+    if of_config is None:
+        return given
+    if given not in (None, of_config):
+        raise ValueError(f"`{name}` must be that of `config`, {of_config!r}, but is {given!r} instead.")
+    return of_config
 
 
 def check_arguments(

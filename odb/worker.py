@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
+import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import GeneratorType
 from typing import Any
 
 import torch
@@ -11,10 +14,11 @@ from torch.utils.data import Dataset, IterableDataset
 from torch.utils.data._utils import worker as torch_worker
 
 from orch.odb.errors import SampleFailure, SkipSample
-from orch.odb.measure import LengthFn, default_label_tokens, measured_length
+from orch.odb.measure import EmptySampleError, LengthFn, default_label_tokens, measured_length
 from orch.odb.packing import NotPackableError, pack_samples
 
 STREAM_CHUNK_SIZE = 16
+_END = object()
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +43,13 @@ class Measuring:
         """Length and number of label tokens.
 
         Raises:
-            SkipSample: If the sample is too long and `over_length` is "drop".
-            ValueError: If the sample is too long otherwise, or has no length.
+            SkipSample: If the sample has length 0, or is too long and `over_length` is "drop".
+            ValueError: If the sample is too long otherwise, or its length is no length.
         """
-        length = measured_length(sample, self.length_fn)
+        try:
+            length = measured_length(sample, self.length_fn)
+        except EmptySampleError as error:
+            raise SkipSample("its length is 0") from error
         if self.max_length is not None and length > self.max_length:
             text = f"its length {length} is above `max_length` {self.max_length}"
             raise SkipSample(text) if self.over_length == "drop" else ValueError(text)
@@ -183,13 +190,14 @@ class ChunkStream(IterableDataset):
         self.rank, self.num_ranks, self.shards = rank, num_ranks, shards
         self.chunk_size = STREAM_CHUNK_SIZE
         self._epoch = torch.zeros(1, dtype=torch.int64).share_memory_()
+        self._info: Any = None
 
     def set_epoch(self, epoch: int) -> None:
         """Tells the data set which epoch comes next, if it wants to know; persistent workers hear of it too."""
         self._epoch.fill_(epoch)
 
     def __iter__(self) -> Iterator[Chunk]:
-        info = torch.utils.data.get_worker_info()
+        info = self._info = torch.utils.data.get_worker_info() or self._info  # A persistent worker is shown it once.
         worker, num_workers = (info.id, info.num_workers) if info else (0, 1)
         stride, start = (num_workers * self.num_ranks, worker * self.num_ranks + self.rank) if self.shards else (1, 0)
         if self.shards and info:
@@ -203,11 +211,11 @@ class ChunkStream(IterableDataset):
         while chunk.failure is None:
             position += 1
             try:
-                sample = next(stream)
+                sample = _read_next(stream)
+                if sample is _END:
+                    break
                 if position % stride == start:
                     chunk.add(position, sample, self.measuring)
-            except StopIteration:
-                break
             except SkipSample as skip:
                 if position % stride == start:
                     chunk.add_skipped(position, skip.reason)
@@ -218,3 +226,34 @@ class ChunkStream(IterableDataset):
                 chunk = Chunk()
         if chunk.indices or chunk.failure:
             yield _finish(chunk, self.measuring)
+
+
+def _read_next(stream: Iterator[Any]) -> Any:
+    """The next sample of a stream; `_END` behind the last.
+
+    Raises:
+        SkipSample: If the stream skips this sample, and can go on.
+        RuntimeError: If it was raised in a generator of the stream, which cannot.
+    """
+    try:
+        return next(stream, _END)
+    except SkipSample as skip:
+        if not _ends_a_generator(skip, stream):
+            raise
+        raise RuntimeError(
+            "`SkipSample` must be raised outside of a generator, which it ends for good, but was raised in one "
+            f"instead ({skip.reason}). Yield None in the sample's place, or skip it in an iterator with a `__next__`."
+        ) from skip
+
+
+def _ends_a_generator(skip: SkipSample, stream: Iterator[Any]) -> bool:
+    """Whether the stream, or one that it reads from, is a generator that `skip` went through.
+
+    One that served a single sample only does not count.
+    """
+    frames = [frame for frame, _ in traceback.walk_tb(skip.__traceback__)][1:]
+    in_generator = [bool(frame.f_code.co_flags & inspect.CO_GENERATOR) for frame in frames]
+    if any(in_generator[:1]):  # Called by `next`, or by what is written in C in between, as `map`.
+        return True
+    sources = [value for value in getattr(stream, "__dict__", {}).values() if isinstance(value, GeneratorType)]
+    return any(in_generator) and any(source.gi_frame is None for source in sources)

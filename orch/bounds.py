@@ -54,12 +54,15 @@ def lower_bounds(
         target: The largest load allowed; None means 1.01 times the bound.
 
     Raises:
-        ValueError: If an argument is negative, out of range or of another length than `lengths`.
+        ValueError: If an argument is negative, out of range or of another length than `lengths`, or the cost is
+            neither additive nor has a padded part.
     """
     cost = cost if cost is not None else PackedCost()
     length = as_counts("lengths", lengths)
     home_rank = as_ranks("home", home, len(length), topology)
     size = length if sizes is None else as_counts("sizes", sizes, len(length))
+    if target is not None and target < 0:
+        raise ValueError(f"`target` must not be negative, but is {target} instead.")
     if not is_additive(cost):
         load = _padded_load(DispatchProblem(length, home_rank, topology, cost, layout="padded"))
         return LowerBounds(load, load + load // 100 if target is None else target, 0)
@@ -71,7 +74,8 @@ def lower_bounds(
 
 def _padded_load(problem: DispatchProblem) -> int:
     """The optimum of a padded cost; with a packed rest, the longest item or the mean without padding."""
-    assert isinstance(problem.cost, PaddedLikeCost)
+    if not isinstance(problem.cost, PaddedLikeCost):
+        raise ValueError(f"`cost` must be additive or have a padded part, but is {problem.cost} instead.")
     packed = problem.cost.packed_costs(problem.lengths)
     if packed is None:
         return problem.largest_load(DISPATCHERS["binary_search"](problem))

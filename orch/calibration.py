@@ -15,16 +15,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from orch.comm.groups import is_distributed
+from orch.comm.groups import all_gather_single, get_world_size, is_distributed
 from orch.cost import CostModel, PackedCost, PaddedCost
 from orch.cost_fit import fit
 from orch.prepare import to_device
 from orch.stages import Item, Stage, stages_in
 
 T = TypeVar("T")
+Family = type[PackedCost] | type[PaddedCost]
 LLM = "llm"
-_SHARES = (0.25, 0.5, 1.0)
-_ROUNDS = 4
+_NUM_SIZES, _NUM_KINDS = 2, 4  # of random batches; of batches
+_ROUNDS = 8
 
 
 def calibrate(
@@ -49,40 +50,84 @@ def calibrate(
     Returns:
         By stage name, and "llm": a cost in seconds. Stages are left out that have no item in rank 0's `samples`, or
         items too few to tell a long batch from a short one; `orchestrate` then counts their FLOPs.
+
+    Raises:
+        ValueError: On all ranks alike, if one of them has no samples.
     """
-    rng = np.random.default_rng(seed)
+    _check_samples(len(samples))
+    family = PackedCost if layout == "packed" else PaddedCost
     kept = [(parameter, parameter.grad) for parameter in model.parameters()]
     model.zero_grad()  # else the runs would add to what is kept
+    try:
+        costs = _measured_stages(model, samples, family, layout, num_batches, np.random.default_rng(seed))
+    finally:
+        for parameter, grad in kept:
+            parameter.grad = grad
+    return _of_rank_0(
+        {name: cost for name, cost in costs.items() if cost is not None},
+        {**dict.fromkeys(stages_in(model), PackedCost), LLM: family},
+    )
+
+
+def _check_samples(num_samples: int) -> None:
+    """All ranks raise alike where one has none, since they wait for each other in the end."""
+    counts = torch.tensor([num_samples], device=_device())
+    if is_distributed():
+        own, counts = counts, counts.new_empty(get_world_size())
+        all_gather_single(counts, own, None)
+    if empty := torch.nonzero(counts == 0).flatten().tolist():
+        raise ValueError(f"`samples` must have a sample on every rank, but is empty on ranks {empty} instead.")
+
+
+def _measured_stages(
+    model: nn.Module,
+    samples: Sequence[Mapping[str, Any]],
+    family: Family,
+    layout: str,
+    num_batches: int,
+    rng: np.random.Generator,
+) -> dict[str, CostModel | None]:
+    """This rank's costs by stage name, and "llm"; None where times tell nothing."""
     costs: dict[str, CostModel | None] = {}
-    stages = stages_in(model)
-    for name, stage in stages.items():
+    for name, stage in stages_in(model).items():
         stage.bind(model.config)
         items = [item for sample in samples for item in stage.adapter.split(sample)]
         if items:
-            costs[name] = _measured(
-                PackedCost, _batches(items, num_batches, rng), _run_encoder(stage), stage.adapter.length
-            )
+            length = stage.adapter.length
+            costs[name] = _measured(PackedCost, _batches(items, num_batches, length, rng), _run_encoder(stage), length)
     collate = importlib.import_module("orch.encoders.backbone").collator_for(model, layout)
-    family = PackedCost if layout == "packed" else PaddedCost
     texts = [{"input_ids": _text_only(s["input_ids"]), "labels": torch.as_tensor(s["labels"])} for s in samples]
-    costs[LLM] = _measured(family, _batches(texts, num_batches, rng), _run_llm(model, collate), _num_tokens)
-    for parameter, grad in kept:
-        parameter.grad = grad
-    return _of_rank_0({name: cost for name, cost in costs.items() if cost is not None}, [*stages, LLM])
+    batches = _batches(texts, num_batches, _num_tokens, rng)
+    costs[LLM] = _measured(family, batches, _run_llm(model, collate), _num_tokens)
+    return costs
 
 
-def _batches(pool: Sequence[T], num_batches: int, rng: np.random.Generator) -> list[list[T]]:
-    """Random batches of a quarter, a half and all of a pool, and of lone items."""
+def _batches(
+    pool: Sequence[T], num_batches: int, length: Callable[[T], int], rng: np.random.Generator
+) -> list[list[T]]:
+    """Batches that tell the coefficients apart.
+
+    In turn: a random quarter and a random half of the pool, a quarter of like length (few long items cost more than
+    many short ones of as many units), a lone item; of the latter two, some are short and some are long.
+    """
+    by_length = sorted(pool, key=length)
+    quarter, num_turns = max(1, len(pool) // 4), -(-num_batches // _NUM_KINDS)
     batches = []
     for index in range(num_batches):
-        share = (*_SHARES, 0.0)[index % (len(_SHARES) + 1)]
-        size = max(1, round(share * len(pool)))
-        batches.append([pool[i] for i in rng.permutation(len(pool))[:size]])
+        turn, kind = divmod(index, _NUM_KINDS)
+        place = turn / max(1, num_turns - 1)  # from the shortest to the longest
+        if kind < _NUM_SIZES:
+            batches.append([pool[i] for i in rng.permutation(len(pool))[: quarter * (kind + 1)]])
+        elif kind == _NUM_SIZES:
+            start = round(place * (len(pool) - quarter))
+            batches.append(by_length[start : start + quarter])
+        else:
+            batches.append([by_length[round(place * (len(pool) - 1))]])
     return batches
 
 
 def _measured(
-    family: type[PackedCost] | type[PaddedCost],
+    family: Family,
     batches: Sequence[list[T]],
     run: Callable[[list[T]], None],
     length: Callable[[T], int],
@@ -146,14 +191,18 @@ def _num_tokens(sample: Mapping[str, Any]) -> int:
     return len(sample["input_ids"])
 
 
-def _of_rank_0(costs: dict[str, CostModel], names: Sequence[str]) -> dict[str, CostModel]:
+def _device() -> str:
+    """Where tensors that ranks send each other have to be."""
+    return "cuda" if is_distributed() and dist.get_backend() == "nccl" else "cpu"
+
+
+def _of_rank_0(costs: Mapping[str, CostModel], families: Mapping[str, Family]) -> dict[str, CostModel]:
     """Rank 0's coefficients on every rank: measurements differ, plans must not."""
     if not is_distributed():
-        return costs
+        return dict(costs)
     fields = ("per_item", "linear", "quadratic")
-    own = [[getattr(costs[name], field) for field in fields] if name in costs else [0.0] * 3 for name in names]
-    shared = torch.tensor(own, dtype=torch.float64, device="cuda" if dist.get_backend() == "nccl" else "cpu")
+    own = [[getattr(costs[name], field) for field in fields] if name in costs else [0.0] * 3 for name in families]
+    shared = torch.tensor(own, dtype=torch.float64, device=_device())
     dist.broadcast(shared, src=0)
-    family = {name: type(cost) for name, cost in costs.items()}
-    rows = zip(names, shared.tolist(), strict=True)
-    return {name: family.get(name, PackedCost)(*row) for name, row in rows if any(row)}  # type: ignore[operator]
+    rows = zip(families.items(), shared.tolist(), strict=True)
+    return {name: family(*row) for (name, family), row in rows if any(row)}

@@ -109,7 +109,7 @@ class PaddedCost:
 
     def slot_costs(self, lengths: IntArray) -> IntArray:
         """Cost of one row of each length: int64[N]."""
-        return _polynomial(lengths, *_to_integers((self.per_item, self.linear, self.quadratic)))
+        return _polynomial(lengths, *_to_integers((self.per_item, self.linear, self.quadratic)), padded=True)
 
     def packed_costs(self, lengths: IntArray) -> IntArray | None:
         """None: a padded batch is a rectangle and nothing else."""
@@ -149,7 +149,7 @@ class RectangleFrontCost:
 
     def slot_costs(self, lengths: IntArray) -> IntArray:
         """Cost of one row of the front end: int64[N]."""
-        return _polynomial(lengths, 0, self._integers()[3], 0)
+        return _polynomial(lengths, 0, self._integers()[3], 0, padded=True)
 
     def packed_costs(self, lengths: IntArray) -> IntArray | None:
         """Cost of each item in the packed rest: int64[N]."""
@@ -218,11 +218,15 @@ def _to_integers(coefficients: tuple[float, ...]) -> tuple[int, ...]:
     return tuple(round(value * scale) for value in coefficients)
 
 
-def _polynomial(lengths: IntArray, per_item: int, linear: int, quadratic: int) -> IntArray:
-    """`per_item + linear * l + quadratic * l^2` in int64, 0 where l is 0."""
+def _polynomial(lengths: IntArray, per_item: int, linear: int, quadratic: int, *, padded: bool = False) -> IntArray:
+    """`per_item + linear * l + quadratic * l^2` in int64, 0 where l is 0; if `padded`, a rectangle of all must fit."""
     lengths = np.asarray(lengths, dtype=np.int64)
     longest = int(lengths.max(initial=0))
-    if len(lengths) * float(per_item + linear * longest + quadratic * longest**2) > _LARGEST_TOTAL:
+    largest_total = len(lengths) * float(per_item + linear * longest + quadratic * longest**2)
+    if largest_total > _LARGEST_TOTAL and not padded:  # the sum itself, where its quick bound says too little
+        floats = lengths.astype(np.float64)
+        largest_total = float((per_item * (lengths > 0) + floats * (linear + floats * quadratic)).sum())
+    if largest_total > _LARGEST_TOTAL:
         raise ValueError(
             f"`lengths` must have costs that fit in 62 bits, but {len(lengths)} items reach {longest} instead."
         )

@@ -21,7 +21,7 @@ class ItemLengths:
         num_bytes: int64[M], bytes of the raw item on the wire.
 
     Raises:
-        ValueError: If the arrays differ in length, are negative, or `sample` decreases.
+        ValueError: If the arrays are not of integers, differ in length, are negative, or `sample` decreases.
     """
 
     sample: IntArray
@@ -57,7 +57,7 @@ class StepLengths:
             as where each rank groups its own samples.
 
     Raises:
-        ValueError: If the arrays differ in length, are negative or out of order.
+        ValueError: If the arrays are not of integers, differ in length, are negative or out of order.
     """
 
     home: IntArray
@@ -101,7 +101,10 @@ def _check_vectors(record: object, size: int) -> None:
     for spec in fields(record):  # type: ignore[arg-type]
         if spec.type != "IntArray":
             continue
-        values = np.ascontiguousarray(getattr(record, spec.name), dtype=np.int64)
+        given = np.asarray(getattr(record, spec.name))
+        if given.size and given.dtype.kind not in "iu":
+            raise ValueError(f"`{spec.name}` must be integers, but are {given.dtype} instead.")
+        values = np.ascontiguousarray(given, dtype=np.int64)
         if values.shape != (size,):
             raise ValueError(f"`{spec.name}` must have shape ({size},), but has {values.shape} instead.")
         if size and values.min() < 0:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import importlib
 from collections.abc import Mapping, Sequence
@@ -15,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from orch import __version__
-from orch.alike import check_alike
+from orch.alike import check_alike, told
 from orch.comm.all_to_all import METHODS
 from orch.comm.groups import Group, get_rank, get_world_size, new_cpu_group, new_node_groups
 from orch.comm.hosts import discover_topology
@@ -84,7 +83,7 @@ class Setup:
     def describe(self) -> str:
         """All that ranks must agree on before a step, in words."""
         return (
-            f"orch {__version__}, stages {self._trained()}, {self.topology}, {self.config}, "
+            f"orch {__version__}, stages {self._trained()}, {self.topology}, {told(self.config)}, "
             f"accumulate={self.accumulate}, exchange={self.exchange_method!r}"
         )
 
@@ -145,6 +144,7 @@ def make_setup(
         topology = topology or discover_topology(integers)
         parcels = _with_hops(integers, topology, exchange, timeout_s)
         rows = _with_hops(_rows_group(info.group, timeout_s), topology, exchange, timeout_s)
+    liveness.pause()  # a rank whose loader is never iterated may leave
     return Setup(
         engine=info,
         stages=stages,
@@ -164,9 +164,18 @@ def make_setup(
     )
 
 
-@functools.cache
 def _heartbeat(timeout_s: float) -> Liveness:
-    """One heartbeat for each process, whatever the number of loaders. A silent rank ends the others within a minute."""
+    """One heartbeat for each process, whatever the number of loaders: the first one's limits hold."""
+    if not _heartbeats:
+        _heartbeats.append(_start_heartbeat(timeout_s))
+    return _heartbeats[0]
+
+
+_heartbeats: list[Liveness] = []
+
+
+def _start_heartbeat(timeout_s: float) -> Liveness:
+    """A silent rank ends the others within a minute."""
     silent_s = max(2.0, min(30.0, timeout_s))
     return Liveness.start(
         LivenessConfig(suspect_after_s=min(5.0, silent_s), lost_after_s=silent_s, end_after_s=min(10.0, timeout_s))
@@ -178,7 +187,7 @@ def _accumulate(info: EngineInfo, accumulate: int | None) -> int:
     known = info.accumulate
     if accumulate is not None and known is not None and accumulate != known:
         raise ValueError(f"`accumulate` must be the engine's {known}, but is {accumulate} instead.")
-    chosen = accumulate or known or 1
+    chosen = next(value for value in (accumulate, known, 1) if value is not None)
     if chosen < 1:
         raise ValueError(f"`accumulate` must be at least 1, but is {accumulate} instead.")
     return chosen

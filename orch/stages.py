@@ -20,6 +20,7 @@ Item = dict[str, torch.Tensor]
 EncoderT = TypeVar("EncoderT", bound=nn.Module)
 
 _ATTRIBUTE = "_orch_stage"
+_LLM = "llm"  # what costs, plans and reports call the LLM
 # Under these names wrappers hold a module; the model calls the wrapper, while orch runs the encoder itself.
 _WRAPPERS = {
     "_checkpoint_wrapped_module": "have its blocks checkpointed",
@@ -120,9 +121,12 @@ class Stage:
 
     def route(self, rows: tuple[torch.Tensor, ...], parts: Sequence[Item], num_rows: Sequence[int]) -> None:
         """Holds the rows of this rank's LLM items ready for the model's own calls."""
-        pieces = [torch.split(tensor, list(num_rows)) for tensor in rows] if num_rows else []
+        pieces = [torch.split(tensor, list(num_rows)) if num_rows else () for tensor in rows]
         self._routed = [
-            tuple(torch.cat([tensor[i] for i in positions]) for tensor in pieces)
+            tuple(
+                torch.cat([of_part[i] for i in positions]) if len(positions) else tensor[:0]
+                for tensor, of_part in zip(rows, pieces, strict=True)
+            )
             for positions in self.adapter.calls(list(parts))
         ]
 
@@ -182,13 +186,15 @@ def stage(encoder: EncoderT, name: str, adapter: EncoderAdapter | None = None) -
 
     Args:
         encoder: The encoder module.
-        name: Name of the stage in plans and reports.
+        name: Name of the stage in plans and reports; not "llm", and without ":".
         adapter: How to feed it; found by the encoder's class if not given.
 
     Raises:
-        ValueError: If the encoder is a stage already, holds BatchNorm (whose statistics would depend on how items are
-            dealt), or has no known adapter.
+        ValueError: If the name is none that a stage may have, or the encoder is a stage already, holds BatchNorm (whose
+            statistics would depend on how items are dealt), or has no known adapter.
     """
+    if not isinstance(name, str) or name in ("", _LLM) or ":" in name:
+        raise ValueError(f"`name` must be a text without ':', neither empty nor {_LLM!r}, but is {name!r} instead.")
     if _ATTRIBUTE in encoder.__dict__:
         raise ValueError(f"`encoder` must not be a stage yet, but is stage {stage_of(encoder).name!r} instead.")
     for path, module in encoder.named_modules():

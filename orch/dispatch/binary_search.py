@@ -72,7 +72,7 @@ class _Runs:
             np.cumsum(packed, out=prefix[1:])
         slots = problem.cost.slot_costs(lengths).tolist()
         most = None
-        if problem.cap is not None and slots[0] * len(slots) > problem.cap:
+        if problem.cap is not None and int(lengths[0]) * len(lengths) > problem.cap:
             most = np.maximum(problem.cap // np.maximum(lengths, 1), 1).tolist()
         return cls(slots, None if packed is None else packed.tolist(), prefix, most)
 

@@ -72,6 +72,17 @@ def test_the_unit_of_coefficients_does_not_matter(scale):
     np.testing.assert_allclose(found, expected, rtol=1e-9)
 
 
+def test_one_long_item_among_many_short_ones_fits_unless_padded():
+    lengths = arrays([1 << 20] + [100] * 5000)
+    costs = PackedCost(0.0, 1.5e9, 1.1e5).item_costs(lengths)
+    assert costs.min() > 0
+    assert int(costs[0]) < sum(map(int, costs)) == int(costs.sum()) < 1 << 62
+    with pytest.raises(ValueError, match="`lengths` must have costs that fit in 62 bits"):
+        PackedCost(0.0, 1.5e9, 1.1e5).item_costs(arrays([1 << 20] * 5001))
+    with pytest.raises(ValueError, match="`lengths` must have costs that fit in 62 bits"):
+        PaddedCost(0.0, 1.5e9, 1.1e5).slot_costs(lengths)  # a rectangle of all would not
+
+
 def test_bad_coefficients_raise():
     with pytest.raises(ValueError, match=r"`linear` must be finite and not negative, but is -1\.0 instead"):
         PackedCost(linear=-1.0)

@@ -11,9 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from orch.balancing import balance
+from orch.bounds import lower_bounds
 from orch.comm.topology import Topology
 from orch.cost import AdditiveCost, PackedCost, PaddedCost, RectangleFrontCost
-from orch.dispatch import DISPATCHERS, DispatchProblem, dispatch
+from orch.dispatch import DISPATCHERS, DispatchProblem, _TiltedCost, dispatch
 from orch.dispatch.bounds import least_load
 from orch.dispatch.deal import deal, deal_in_groups, fold
 from orch.dispatch.fit import fit
@@ -148,6 +150,41 @@ def test_binary_search_is_the_optimum_under_the_cap(lengths, num_ranks, cost):
     for other in itertools.product(range(num_ranks), repeat=len(lengths)):
         if problem.fits(arrays(other)):
             assert problem.largest_load(bins) <= problem.largest_load(arrays(other))
+
+
+def test_binary_search_keeps_a_reachable_cap_whatever_the_cost_says_of_lengths():
+    lengths, home = np.random.default_rng(0).integers(1, 1000, 16), np.repeat(np.arange(4), 4)
+    tokens = DispatchProblem(lengths, home, Topology(4), PaddedCost(), layout="padded")
+    cap = tokens.largest_batch(DISPATCHERS["binary_search"](tokens))
+    rows = replace(tokens, cost=PaddedCost(per_item=1.0, linear=0.0), cap=cap)
+    assert rows.fits(DISPATCHERS["binary_search"](rows))
+    bins = balance(lengths, home, Topology(4), dispatcher="binary_search", cost=rows.cost, max_tokens=cap)
+    assert rows.fits(bins)
+
+
+@pytest.mark.parametrize("lengths", [[1 << 60, 1 << 60, 1 << 59], [1 << 61, (1 << 61) - 1, 0]])
+@pytest.mark.parametrize("quarters", [1, 4])
+def test_a_tilted_cost_fits_wherever_the_cost_does(lengths, quarters):
+    costs = _TiltedCost(PackedCost(), quarters).item_costs(arrays(lengths))
+    assert costs.min() >= 0
+    assert 0 < sum(map(int, costs)) <= 1 << 62
+    np.testing.assert_allclose(costs / costs[0], arrays(lengths) / lengths[0], rtol=1e-9)
+
+
+class _OwnCost:
+    """Neither additive nor padded."""
+
+    def loads(self, lengths, bin_of_item, num_bins):
+        return np.bincount(bin_of_item, weights=lengths, minlength=num_bins).astype(np.int64)
+
+
+def test_lower_bounds_refuse_what_they_cannot_bound():
+    with pytest.raises(ValueError, match=r"`cost` must be additive or have a padded part, but is .*_OwnCost"):
+        lower_bounds([1, 2, 3], [0, 1, 1], Topology(2), cost=_OwnCost())
+    for cost in (PackedCost(), PaddedCost()):
+        with pytest.raises(ValueError, match="`target` must not be negative, but is -5 instead"):
+            lower_bounds([3, 4], [0, 0], Topology(2, 1), cost=cost, target=-5)
+        assert lower_bounds([3, 4], [0, 0], Topology(2, 1), cost=cost, target=0).target == 0
 
 
 @settings(deadline=None)

@@ -20,7 +20,7 @@ def own_lengths(draw):
         stages[name] = ItemLengths(owner, *rng.integers(0, 99, (3, m)))
     micro_step = np.sort(rng.integers(0, max(k, 1), n))
     columns = rng.integers(0, 99, (3, n))
-    return StepLengths(np.zeros(n), micro_step, *columns, k, stages, group_rank=rng.integers(0, 4, n))
+    return StepLengths(np.zeros(n, np.int64), micro_step, *columns, k, stages, group_rank=rng.integers(0, 4, n))
 
 
 @given(st.lists(own_lengths(), min_size=1, max_size=4))
@@ -48,6 +48,8 @@ def test_lengths_of_all_ranks_are_put_together_in_rank_order(ranks):
         ({"llm_length": [1]}, r"`llm_length` must have shape \(2,\)"),
         ({"home": [1, 0]}, "`home` must not decrease"),
         ({"micro_step": [0, 1]}, "`micro_step` must be below 1, but reaches 1"),
+        ({"llm_length": [1.9, 2.9]}, "`llm_length` must be integers, but are float64 instead"),
+        ({"num_bytes": [1, np.nan]}, "`num_bytes` must be integers, but are float64 instead"),
         ({"group_rank": [0]}, r"`group_rank` must have shape \(2,\)"),
         ({"group_rank": [0, -1]}, "`group_rank` must not be negative, but is -1 at 1"),
     ],

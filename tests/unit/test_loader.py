@@ -96,11 +96,46 @@ def test_the_length_of_a_loader_is_near_before_and_exact_after_an_epoch() -> Non
         ({"shuffle": True, "sampler": range(3)}, "shuffle"),
         ({"over_length": "cut"}, "over_length"),
         ({"accumulation_steps": 0}, "accumulation_steps"),
+        ({"config": odb.ODBConfig(100), "loss_scaling": "none"}, "`loss_scaling` must be that of `config`, 'exact'"),
+        ({"config": odb.ODBConfig(100), "join": False}, "`join` must be that of `config`, True, but is False"),
+        ({"config": odb.ODBConfig(100, join=False), "join_mode": True}, "`join_mode` must be `join`, False"),
+        ({"config": odb.ODBConfig(100, buffer_size=9), "buffer_size": 7}, "`buffer_size` must be that of `config`, 9"),
+        ({"join": True, "join_mode": False}, "`join_mode` must be `join`, True, but is False"),
     ],
 )
 def test_arguments_that_make_no_sense_are_refused(arguments: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         odb.ODBDataLoader(Tokens(10), **{"token_budget": 100, **arguments})
+
+
+def test_a_config_may_be_repeated_and_leaves_open_what_it_does_not_say() -> None:
+    config = odb.ODBConfig(100, loss_scaling="off", join=False)
+    loader = odb.ODBDataLoader(
+        Tokens(10), config=config, token_budget=100, loss_scaling=False, join=False, join_mode=False, buffer_size=7
+    )
+    assert (loader.loss_scaling, loader.join, loader.window_size.num_samples) == ("none", False, 7)
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_samples_with_other_keys_are_named(layout: Any) -> None:
+    samples: list[dict[str, Any]] = [{"input_ids": torch.full((4,), i), "id": f"page {i}"} for i in range(3)]
+    for others in ([1], [0, 2]):
+        some = [{**sample, "pixels": torch.ones(2)} if i in others else sample for i, sample in enumerate(samples)]
+        lacking, having = (", ".join(f"'page {i}'" for i in range(3) if (i in others) == has) for has in (False, True))
+        with pytest.raises(ValueError, match=f"'pixels' is in samples? {having} and not in samples? {lacking} instead"):
+            list(odb.ODBDataLoader(some, token_budget=100, layout=layout))
+    nameless = [{"input_ids": torch.ones(4), **({"pixels": 1} if i == 7 else {})} for i in range(20)]
+    match = "is in sample number 7 and not in samples number 0, number 1, number 2, number 3, 15 more instead"
+    with pytest.raises(ValueError, match=match):
+        list(odb.ODBDataLoader(nameless, token_budget=100, layout=layout))
+
+
+def test_a_packed_row_needs_no_attention_mask_of_any_sample() -> None:
+    samples = [{"input_ids": torch.ones(4)}, {"input_ids": torch.ones(4), "attention_mask": torch.ones(4)}]
+    for order in (samples, samples[::-1]):
+        (batch,) = odb.ODBDataLoader(order, token_budget=8, layout="packed")
+        assert "attention_mask" not in batch
+        assert batch["input_ids"].shape == (1, 8)
 
 
 def test_a_sample_that_is_skipped_at_the_resume_takes_its_rank_along() -> None:

@@ -105,6 +105,29 @@ def test_what_cannot_be_a_stage_is_refused(staged):
         orch.stage(nn.Linear(2, 2), "linear", adapter=object())
 
 
+@pytest.mark.parametrize("name", ["", "llm", "a:b", None])
+def test_names_that_mean_something_else_are_refused(name):
+    with pytest.raises(ValueError, match=f"`name` must be a text .*, but is {name!r} instead"):
+        orch.stage(own_encoder.PatchEncoder(), name, own_encoder.PatchAdapter())
+
+
+class _CallsAlways(own_encoder.PatchAdapter):
+    """Of a model that calls its encoder for a batch of text too."""
+
+    def calls(self, parts):
+        return [list(range(len(parts)))]
+
+
+@pytest.mark.parametrize("num_rows", [[], [2, 1]])
+def test_a_call_that_serves_no_items_gets_no_rows(num_rows):
+    instrument = stage_of(orch.stage(own_encoder.PatchEncoder(), "vision", _CallsAlways()))
+    rows = torch.randn(3, own_encoder.WIDTH), torch.randn(3, 2)
+    instrument.route(rows, [{}] * len(num_rows), num_rows)
+    ((first, second),) = instrument._routed
+    assert torch.equal(first, rows[0][: sum(num_rows)])
+    assert torch.equal(second, rows[1][: sum(num_rows)])
+
+
 def test_a_wrapped_stage_is_refused():
     model = small_model(torch.float32)
     model.model.visual = checkpoint_wrapper(model.model.visual)
