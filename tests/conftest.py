@@ -9,14 +9,15 @@ import pytest
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Under pytest-xdist, tests that start ranks run one after the other: their limits count on a core or two."""
+    """Under pytest-xdist, tests that start ranks run one after the other, and so do those that launch examples."""
     from xdist.scheduler import LoadScopeScheduling
 
-    class OneWithRanks(LoadScopeScheduling):
+    class ByFolder(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "ranks" if nodeid.startswith(("tests/dist/", "tests/e2e/")) else nodeid
+            folder = nodeid.split("/")[1]
+            return folder if folder in ("dist", "e2e") else nodeid
 
-    return OneWithRanks(config, log)
+    return ByFolder(config, log)
 
 
 @pytest.fixture(scope="session")
