@@ -19,7 +19,7 @@ train: venv
 ablate: venv
 	$(BIN)/torchrun --nproc-per-node 2 examples/ablate.py $(ARGS)
 
-# Two at a time; the tests of tests/dist one after the other, and those of tests/e2e (tests/conftest.py).
+# Two at a time; files whose tests start ranks are not divided (tests/conftest.py).
 test: venv
 	$(BIN)/python -m pytest --numprocesses 2 $(ARGS)
 

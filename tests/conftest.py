@@ -9,13 +9,12 @@ import pytest
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Under pytest-xdist, tests that start ranks run one after the other, and so do those that launch examples."""
+    """Under pytest-xdist, files of tests that start ranks stay together: at most one such test runs in each worker."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFolder(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            folder = nodeid.split("/")[1]
-            return folder if folder in ("dist", "e2e") else nodeid
+            return nodeid.split("::")[0] if nodeid.startswith(("tests/dist/", "tests/e2e/")) else nodeid
 
     return ByFolder(config, log)
 

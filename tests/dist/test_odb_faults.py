@@ -205,7 +205,13 @@ def run_script(script: str, tmp_path: Path, **popen: Any) -> subprocess.Popen[st
     path = tmp_path / "script.py"
     path.write_text(textwrap.dedent(script))
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen([sys.executable, str(path)], stdout=subprocess.PIPE, text=True, env=env, **popen)
+    popen |= {"stdout": subprocess.PIPE, "text": True, "env": env, "preexec_fn": _heed_interrupts}
+    return subprocess.Popen([sys.executable, str(path)], **popen)
+
+
+def _heed_interrupts() -> None:
+    """What a shell starts in the background ignores them, and so does all that this starts."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 ENDLESS = """
