@@ -78,7 +78,7 @@ def bytes_per_step(loader: Any) -> dict[str, float]:
     same[setup.rank] = False
     for batch in loader:
         for name, stage in batch["orch"].stages.items():
-            if setup.exchange_method == "all_gather" and stage.moves:
+            if setup.choices.exchange == "all_gather" and stage.moves:
                 padding = stage.exchange.most_sent - stage.exchange.recv_splits
                 more += setup.config.stage(name).row_bytes * np.array([padding[same].sum(), padding[other].sum()])
     planned, num_steps = loader.report.summary()["bytes"], len(loader.report.steps)
@@ -198,14 +198,14 @@ def run(args: Namespace) -> dict[str, Any]:
 def make_arguments() -> ArgumentParser:
     """Those of the training example, and those of the comparison."""
     parser = make_parser((__doc__ or "").splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=6, help="times that every step is run under each variant")
+    parser.add_argument("--repeats", type=int, default=14, help="times that every step is run under each variant")
     parser.add_argument(
         "--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), help='to compare; "none" always takes part'
     )
     # Wide and shallow: attention takes a share of a step that is near that of large models at their lengths.
     parser.add_argument("--hidden-size", type=int, default=512, help="of the LLM")
     parser.add_argument("--num-layers", type=int, default=2, help="of the LLM and of the vision tower")
-    parser.set_defaults(steps=10, samples=1000, token_budget=2048, max_pixels=448 * 448, ranks_per_node=1)
+    parser.set_defaults(steps=5, samples=1000, token_budget=2048, max_pixels=448 * 448, ranks_per_node=1)
     return parser
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from dataclasses import dataclass
 
 import numpy as np
@@ -61,8 +62,8 @@ def lower_bounds(
     length = as_counts("lengths", lengths)
     home_rank = as_ranks("home", home, len(length), topology)
     size = length if sizes is None else as_counts("sizes", sizes, len(length))
-    if target is not None and target < 0:
-        raise ValueError(f"`target` must not be negative, but is {target} instead.")
+    if target is not None and (not isinstance(target, numbers.Integral) or target < 0):
+        raise ValueError(f"`target` must be a whole number of the cost's units, not negative, but is {target} instead.")
     if not is_additive(cost):
         load = _padded_load(DispatchProblem(length, home_rank, topology, cost, layout="padded"))
         return LowerBounds(load, load + load // 100 if target is None else target, 0)

@@ -52,8 +52,10 @@ def calibrate(
         items too few to tell a long batch from a short one; `orchestrate` then counts their FLOPs.
 
     Raises:
-        ValueError: On all ranks alike, if one of them has no samples.
+        ValueError: If `num_batches` is below 1; on all ranks alike, if one of them has no samples.
     """
+    if num_batches < 1:
+        raise ValueError(f"`num_batches` must be at least 1, but is {num_batches} instead.")
     _check_samples(len(samples))
     family = PackedCost if layout == "packed" else PaddedCost
     kept = [(parameter, parameter.grad) for parameter in model.parameters()]
@@ -89,16 +91,18 @@ def _measured_stages(
 ) -> dict[str, CostModel | None]:
     """This rank's costs by stage name, and "llm"; None where times tell nothing."""
     costs: dict[str, CostModel | None] = {}
+    device = next(model.parameters()).device
     for name, stage in stages_in(model).items():
         stage.bind(model.config)
         items = [item for sample in samples for item in stage.adapter.split(sample)]
         if items:
             length = stage.adapter.length
-            costs[name] = _measured(PackedCost, _batches(items, num_batches, length, rng), _run_encoder(stage), length)
+            batches = _batches(items, num_batches, length, rng)
+            costs[name] = _measured(PackedCost, batches, _run_encoder(stage, device), length)
     collate = importlib.import_module("orch.encoders.backbone").collator_for(model, layout)
     texts = [{"input_ids": _text_only(s["input_ids"]), "labels": torch.as_tensor(s["labels"])} for s in samples]
-    batches = _batches(texts, num_batches, _num_tokens, rng)
-    costs[LLM] = _measured(family, batches, _run_llm(model, collate), _num_tokens)
+    of_texts = _batches(texts, num_batches, _num_tokens, rng)
+    costs[LLM] = _measured(family, of_texts, _run_llm(model, collate, device), _num_tokens)
     return costs
 
 
@@ -158,9 +162,7 @@ def _timed(run: Callable[[T], None], batch: T) -> float:
     return time.thread_time() - start
 
 
-def _run_encoder(stage: Stage) -> Callable[[list[Item]], None]:
-    device = next(stage.encoder.parameters()).device
-
+def _run_encoder(stage: Stage, device: torch.device) -> Callable[[list[Item]], None]:
     def run(items: list[Item]) -> None:
         rows = stage.encode(to_device(stage.adapter.join(items), device))
         if rows[0].requires_grad:
@@ -169,9 +171,9 @@ def _run_encoder(stage: Stage) -> Callable[[list[Item]], None]:
     return run
 
 
-def _run_llm(model: nn.Module, collate: Callable[..., dict[str, Any]]) -> Callable[[list[dict[str, Any]]], None]:
-    device = next(model.parameters()).device
-
+def _run_llm(
+    model: nn.Module, collate: Callable[..., dict[str, Any]], device: torch.device
+) -> Callable[[list[dict[str, Any]]], None]:
     def run(samples: list[dict[str, Any]]) -> None:
         batch = dict(collate(samples, {}))
         batch.pop("labels")

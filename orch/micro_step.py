@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -177,6 +177,11 @@ class _ModelHooks:
                 "Does the model's forward embed `input_ids` and call its encoders?"
             )
         if labels is not None:
+            if not isinstance(output, MutableMapping):
+                raise TypeError(
+                    f"The model must return a dict with `logits`, but returned a {type(output).__name__} instead: "
+                    "leave `return_dict` as it is."
+                )
             loss = token_loss_sum(output["logits"], labels) * micro_step.loss_scale
             output["loss"] = loss + _auxiliary_loss(model, output) * micro_step.auxiliary_scale
         return output

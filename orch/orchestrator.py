@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from orch.choices import Choices
 from orch.comm.groups import get_global_ranks
 from orch.comm.topology import Topology
 from orch.cost import CostModel
@@ -230,18 +231,15 @@ def orchestrate(
     Raises:
         ValueError: If a choice is unknown or contradicts the engine.
     """
-    setup = make_setup(
-        engine,
-        layout or str(getattr(loader, "layout", "packed")),
+    choices = Choices(
+        layout=layout or str(getattr(loader, "layout", "packed")),
         balance=balance,
         dispatcher=dispatcher,
         accumulate=accumulate,
         topology=topology,
         max_tokens=max_tokens,
         costs=costs,
-        collate_fn=collate_fn,
         exchange=exchange,
-        group=group,
-        timeout_s=timeout_s,
     )
+    setup = make_setup(engine, choices, collate_fn=collate_fn, group=group, timeout_s=timeout_s)
     return OrchestratedLoader(loader, setup, prefetch=prefetch, timeout_s=timeout_s)

@@ -183,7 +183,7 @@ class StepProducer:
     ) -> tuple[dict[str, Any], MicroStep]:
         """This rank's batch of one micro-step. A failure here is every rank's."""
         setup, rank = self._setup, self._setup.rank
-        tags = parcel_tags(plan, rank, step) if setup.debug else None
+        tags = parcel_tags(plan, rank, step) if setup.choices.debug else None
         parcels = self._exchange(drawn, lengths, plan, step, tags)
         arrived, ready, failure = None, None, None
         try:
@@ -193,7 +193,7 @@ class StepProducer:
             for name, stage in plan.stages.items():
                 adapter, parts = setup.stages[name].adapter, arrived.parts[name]
                 num_rows = lengths.stages[name].num_rows[stage.items]
-                of_rows = row_tags(plan, name, num_rows, rank, step) if setup.debug else (None, None)
+                of_rows = row_tags(plan, name, num_rows, rank, step) if setup.choices.debug else (None, None)
                 stages[name] = stage_batch(
                     stage, num_rows, arrived.items[name], parts, adapter, rank, setup.topology, of_rows
                 )
@@ -234,7 +234,7 @@ class StepProducer:
             auxiliary_scale=setup.engine.accumulation_divisor / lengths.num_micro_steps,
             stages=stages,
             group=setup.rows,
-            exchange_method=setup.exchange_method,
+            exchange_method=setup.choices.exchange,
             samples=samples,
             liveness=setup.liveness,
         )

@@ -6,6 +6,7 @@ import hashlib
 import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from orch import __version__
 from orch.alike import check_alike, told
-from orch.comm.all_to_all import METHODS
+from orch.choices import Choices
 from orch.comm.groups import Group, get_rank, get_world_size, new_cpu_group, new_node_groups
 from orch.comm.hosts import discover_topology
 from orch.comm.liveness import Liveness, LivenessConfig
@@ -27,9 +28,6 @@ from orch.engine import EngineInfo, read_engine
 from orch.micro_step import instrument_model
 from orch.prepare import Collate
 from orch.stages import EncoderAdapter, Stage, stages_in
-from orch.tags import is_debugging
-
-EXCHANGE_METHODS = ("auto", *METHODS)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,6 +35,7 @@ class Setup:
     """What a run fixes once; see `orch.orchestrate` for what each choice means.
 
     Attributes:
+        choices: What the script chose.
         engine: The engine as orch sees it.
         stages: The stages of its model by name.
         rank: This process's rank among the data-parallel ranks.
@@ -48,12 +47,11 @@ class Setup:
         integers: CPU group for lengths; the background thread's own.
         parcels: The same for raw items, with the groups of its hops where they may travel node-wise.
         rows: Group for encoder outputs, with those of its hops; the training thread's own.
-        exchange_method: "auto", "flat", "node_wise" or "all_gather".
         device: Where the model is.
         liveness: This rank's heartbeat and its view of the others.
-        debug: Whether ids travel with what moves (`ORCH_DEBUG=1`).
     """
 
+    choices: Choices
     engine: EngineInfo
     stages: Mapping[str, Stage]
     rank: int
@@ -65,15 +63,13 @@ class Setup:
     integers: dist.ProcessGroup | None
     parcels: Group
     rows: Group
-    exchange_method: str
     device: torch.device
     liveness: Liveness
-    debug: bool = False
 
     @property
     def parcel_method(self) -> str:
         """How raw items travel; the baseline of all-gather is for encoder outputs alone."""
-        return "flat" if self.exchange_method == "all_gather" else self.exchange_method
+        return "flat" if self.choices.exchange == "all_gather" else self.choices.exchange
 
     @property
     def adapters(self) -> dict[str, EncoderAdapter]:
@@ -81,10 +77,10 @@ class Setup:
         return {name: stage.adapter for name, stage in self.stages.items()}
 
     def describe(self) -> str:
-        """All that ranks must agree on before a step, in words."""
+        """All that ranks must agree on before a step, in words: what was chosen, and what came of it."""
         return (
-            f"orch {__version__}, stages {self._trained()}, {self.topology}, {told(self.config)}, "
-            f"accumulate={self.accumulate}, exchange={self.exchange_method!r}"
+            f"{told(self.choices)} and so {told(self.config)}, {self.topology}, accumulate={self.accumulate}, "
+            f"trained tensors {self._trained()}"
         )
 
     def _trained(self) -> dict[str, int]:
@@ -99,68 +95,45 @@ class Setup:
 
 def make_setup(
     engine: nn.Module,
-    layout: str,
+    choices: Choices,
     *,
-    balance: str,
-    dispatcher: str | None,
-    accumulate: int | None,
-    topology: Topology | None,
-    max_tokens: int | None,
-    costs: Mapping[str, CostModel] | None,
     collate_fn: Collate | None,
-    exchange: str,
     group: dist.ProcessGroup | DeviceMesh | None,
     timeout_s: float,
 ) -> Setup:
     """Reads the engine, instruments its model and makes the groups; every rank calls it at the same point."""
-    if exchange not in EXCHANGE_METHODS:
-        raise ValueError(f"`exchange` must be one of {EXCHANGE_METHODS}, but is {exchange!r} instead.")
     info = read_engine(engine, group)
-    stages = stages_in(info.model)
+    model, num_ranks = info.model, get_world_size(info.group)
+    choices.check_topology(num_ranks)
+    stages = stages_in(model)
     for stage in stages.values():
-        stage.bind(info.model.config)
-    instrument_model(info.model)
+        stage.bind(model.config)
+    instrument_model(model)
     backbone = importlib.import_module("orch.encoders.backbone")
-    num_ranks = get_world_size(info.group)
-    if topology is not None and topology.num_ranks != num_ranks:
-        raise ValueError(f"`topology` must have {num_ranks} ranks, but has {topology.num_ranks} instead.")
-    choices = {
-        "version": __version__,
-        "stages": {name: type(stage.adapter).__name__ for name, stage in stages.items()},
-        "layout": layout,
-        "balance": balance,
-        "dispatcher": dispatcher,
-        "accumulate": accumulate,
-        "topology": topology,
-        "max_tokens": max_tokens,
-        "costs": costs,
-        "exchange": exchange,
-        "debug": is_debugging(),
-    }
     liveness = _heartbeat(timeout_s)
     with liveness.guard("set up"):
         integers = new_cpu_group(info.group, timeout_s=timeout_s)
-        check_alike(choices, integers)
-        topology = topology or discover_topology(integers)
-        parcels = _with_hops(integers, topology, exchange, timeout_s)
-        rows = _with_hops(_rows_group(info.group, timeout_s), topology, exchange, timeout_s)
+        adapters = {name: type(stage.adapter).__name__ for name, stage in stages.items()}
+        check_alike({"version": __version__, **choices.by_name(), "stages": adapters}, integers)
+        topology = choices.topology or discover_topology(integers)
+        parcels = _with_hops(integers, topology, choices.exchange, timeout_s)
+        rows = _with_hops(_rows_group(info.group, timeout_s), topology, choices.exchange, timeout_s)
     liveness.pause()  # a rank whose loader is never iterated may leave
     return Setup(
+        choices=choices,
         engine=info,
         stages=stages,
         rank=get_rank(info.group),
         topology=topology,
-        config=_balance_config(info.model, stages, layout, balance, dispatcher, max_tokens, costs or {}, backbone),
-        accumulate=_accumulate(info, accumulate),
-        collate=collate_fn or backbone.collator_for(info.model, layout),
-        placeholders={name: backbone.placeholder_ids(info.model, stage.adapter) for name, stage in stages.items()},
+        config=_balance_config(model, stages, choices, backbone),
+        accumulate=_accumulate(info, choices.accumulate),
+        collate=collate_fn or backbone.collator_for(model, choices.layout),
+        placeholders={name: backbone.placeholder_ids(model, stage.adapter) for name, stage in stages.items()},
         integers=integers,
         parcels=parcels,
         rows=rows,
-        exchange_method=exchange,
-        device=next(info.model.parameters()).device,
+        device=next(model.parameters()).device,
         liveness=liveness,
-        debug=is_debugging(),
     )
 
 
@@ -207,33 +180,27 @@ def _with_hops(group: dist.ProcessGroup | None, topology: Topology, exchange: st
     return new_node_groups(group, topology, timeout_s=timeout_s)
 
 
-def _balance_config(
-    model: nn.Module,
-    stages: Mapping[str, Stage],
-    layout: str,
-    balance: str,
-    dispatcher: str | None,
-    max_tokens: int | None,
-    costs: Mapping[str, CostModel],
-    backbone: Any,
-) -> BalanceConfig:
+def _balance_config(model: nn.Module, stages: Mapping[str, Stage], choices: Choices, backbone: Any) -> BalanceConfig:
+    costs, is_packed = choices.costs or {}, choices.layout == "packed"
+    if unknown := sorted(set(costs) - {*stages, "llm"}):
+        raise ValueError(f"`costs` must be of the stages {[*stages, 'llm']}, but has {unknown} instead.")
     flops = transformer_flops(**backbone.llm_dimensions(model))
-    cost: CostModel = flops if layout == "packed" else PaddedCost(flops.per_item, flops.linear, flops.quadratic)
+    cost: CostModel = flops if is_packed else PaddedCost(flops.per_item, flops.linear, flops.quadratic)
     encoders = {
         name: StageConfig(
             cost=costs.get(name) or _packed_cost(stage.adapter),
-            dispatcher=dispatcher,
+            dispatcher=choices.dispatcher,
             row_bytes=_row_bytes(model, stage),
         )
         for name, stage in stages.items()
     }
     llm = StageConfig(
         cost=costs.get("llm", cost),
-        dispatcher=dispatcher if layout == "packed" else None,
-        max_tokens=max_tokens,
-        layout=layout,
+        dispatcher=choices.dispatcher if is_packed else None,
+        max_tokens=choices.max_tokens,
+        layout=choices.layout,
     )
-    return BalanceConfig(mode=balance, llm=llm, stages=encoders)
+    return BalanceConfig(mode=choices.balance, llm=llm, stages=encoders)
 
 
 def _packed_cost(adapter: EncoderAdapter) -> PackedCost:
@@ -244,4 +211,4 @@ def _packed_cost(adapter: EncoderAdapter) -> PackedCost:
 def _row_bytes(model: Any, stage: Stage) -> int:
     """Bytes of one row that leaves the encoder: of the LLM's width, if its adapter does not say, in its dtype."""
     width: int = getattr(stage.adapter, "row_width", 0) or model.config.get_text_config().hidden_size
-    return width * next(stage.encoder.parameters()).element_size()
+    return width * next(chain(stage.encoder.parameters(), model.parameters())).element_size()

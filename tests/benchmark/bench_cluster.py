@@ -163,7 +163,7 @@ def planned_rows(micro_step: Any, setup: Any) -> tuple[int, int]:
         exchange, row_bytes = stage.exchange, setup.config.stage(name).row_bytes
         away = node != node[setup.rank]
         straight += row_bytes * int(exchange.send_splits[away].sum())
-        if setup.exchange_method == "all_gather" and stage.moves:
+        if setup.choices.exchange == "all_gather" and stage.moves:
             handed_on = (setup.topology.num_ranks - 1) * (exchange.most_sent + exchange.most_received)
             crossing += row_bytes * handed_on * int(node[follows] != node[setup.rank])
         else:

@@ -87,6 +87,10 @@ def measure(case: Instance, repeats: int, with_peers: bool) -> Row:
         proven = proven_load(case.lengths, num_ranks, bounds.load, problem.largest_load(layouts["greedy"]))
     row.bound_over_mean = proven / (case.lengths.sum() / num_ranks)
     row.crossing["bound"] = bounds.inter_node / int(case.lengths.sum())
+    of_peers = [problem.largest_load(layouts[name]) for name in PEERS if name in layouts]
+    if of_peers:
+        as_good = lower_bounds(case.lengths, case.home, case.topology, target=min(of_peers))
+        row.crossing["bound as good as peers"] = as_good.inter_node / int(case.lengths.sum())
     for name, ranks in layouts.items():
         row.load[name] = problem.largest_load(ranks) / proven
         row.crossing[name] = _crossing(case, ranks)
@@ -101,6 +105,7 @@ def _packed_layouts(case: Instance, problem: DispatchProblem, row: Row, repeats:
     """As drawn, and what the dispatchers of packed batches make of it; LPT and `local` placed as well."""
     layouts: dict[str, IntArray] = {"drawn": case.home}
     nothing = np.zeros(case.topology.num_ranks, dtype=np.int64)
+    _, row.ms["sort"] = timed(lambda: np.argsort(case.lengths, kind="stable"), repeats)
     (layouts["lpt"], _), row.ms["lpt"] = timed(lambda: deal(case.lengths, nothing), repeats)
     for name in ("greedy", "local"):
         layouts[name], row.ms[name] = timed(lambda name=name: DISPATCHERS[name](problem), repeats)
@@ -327,6 +332,13 @@ def _beside_peers(found: list[Row]) -> dict[str, Any]:
             if name + suffix in row.load and row.load[ours] > row.load[name + suffix] * (1 + 1e-9)
         ]
 
+    needed = [
+        row.crossing["bound as good as peers"] - row.crossing["bound"]
+        for row in found
+        if row.ranks > RANKS_PER_NODE
+        and "bound as good as peers" in row.crossing
+        and row.load["local"] > min(row.load[name] for name in PEERS if name in row.load)
+    ]
     return {
         "peers, all instances": {name: _mean([row.load[name] for row in found if name in row.load]) for name in names},
         "ours on the same": {
@@ -340,8 +352,12 @@ def _beside_peers(found: list[Row]) -> dict[str, Any]:
         "ms of peers over ours, median": {
             f"{peer} over {ours}": compare_times([(row.ranks, row.ms) for row in found], peer, ours)
             for peer in PEERS
-            for ours in ("greedy", "local", "binary_search")  # the last cuts padded batches, which no peer does
+            for ours in ("greedy", "local", "binary_search", "sort")  # padded batches are cut by none of the peers
         },
+        "crossing that any plan as good as the best peer needs, beyond the bound at 1.01, worst and mean": [
+            max(needed, default=None),
+            _mean(needed),
+        ],
     }
 
 

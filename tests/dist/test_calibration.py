@@ -100,6 +100,12 @@ def test_gradients_are_put_back_when_a_run_fails(monkeypatch):
     assert (first.grad == 7.0).all()
 
 
+def test_no_batches_are_refused():
+    model = small_model(torch.float32)
+    with pytest.raises(ValueError, match="`num_batches` must be at least 1, but is 0 instead"):
+        orch.calibrate(model, samples_of(model.config), num_batches=0)
+
+
 def test_all_ranks_hear_of_a_rank_without_samples():
     def run():
         model = small_model(torch.float32)

@@ -1,7 +1,9 @@
 """Engines and what people do with them: gradients equal those of one process, in every step of a run."""
 
+import functools
 import importlib.util
 import itertools
+import shutil
 from dataclasses import dataclass
 from itertools import chain
 
@@ -52,9 +54,9 @@ def compile_towers(model):
         tower.compile(backend="eager", dynamic=True)
 
 
-def compile_blocks(model):
+def compile_blocks(model, backend="eager"):
     for block in (*model.model.visual.blocks, *model.model.audio_tower.layers):
-        block.compile(backend="eager", dynamic=True)
+        block.compile(backend=backend, dynamic=True)
 
 
 MODES = {
@@ -66,6 +68,7 @@ MODES = {
     "projections only": train_projections_only,
     "compiled encoders": compile_towers,
     "compiled blocks": compile_blocks,
+    "compiled blocks, inductor": functools.partial(compile_blocks, backend="inductor"),
 }
 BACKWARD = {"frozen encoders": set(), "one tower trained": {"vision"}, "projections only": {"vision"}}
 
@@ -179,6 +182,8 @@ def test_gradients(engine, references):
 def test_gradients_of_every_case(engine, mode, references):
     if mode == "compiled encoders" and engine == "zero3":
         pytest.skip("the hooks that DeepSpeed puts into a tower are compiled along, which takes minutes")
+    if mode.endswith("inductor") and shutil.which("g++") is None:
+        pytest.skip("torch.compile's backend inductor needs g++")
     if mode.startswith("compiled"):  # takes a minute for each case
         check(engine, [Case(mode)], references)
         return

@@ -15,6 +15,7 @@ import orch
 from orch.comm.all_to_all import exchange_many
 from orch.comm.layout import Exchange, Layout, Rearrangement
 from orch.comm.topology import Topology
+from orch.cost import PackedCost
 from tests.models import Groups as ModelGroups
 from tests.models import make_model
 from tests.models import make_sample as make_model_sample
@@ -160,3 +161,17 @@ def test_a_rank_may_leave_a_loader_that_it_never_iterated(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("is done") == 2
     assert time.monotonic() - start > 9
+
+
+def test_costs_of_a_stage_that_does_not_exist_are_refused():
+    costs = {"vison": PackedCost()}
+    with pytest.raises(ValueError, match=r"must be of the stages \['audio', 'vision', 'llm'\], but has \['vison'\]"):
+        orch.orchestrate([], small_model(torch.float32), costs=costs)
+
+
+def test_a_model_that_returns_a_tuple_is_told_to_return_a_dict():
+    model = small_model(torch.float32)
+    loader = orch.orchestrate([[make_sample(model.config, 0)]], model, topology=Topology(1))
+    for batch in loader:
+        with pytest.raises(TypeError, match="must return a dict with `logits`, but returned a tuple instead"):
+            model(**batch, return_dict=False)

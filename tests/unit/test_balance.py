@@ -47,6 +47,12 @@ def test_the_bound_of_bytes_between_nodes_is_one(items, slack):
             assert bounds.inter_node <= sum(size for size, a, b in zip(sizes, ranks, home, strict=True) if a != b)
 
 
+@pytest.mark.parametrize("target", [-1, 3.5, "9"])
+def test_a_target_is_a_whole_number_of_the_costs_units(target):
+    with pytest.raises(ValueError, match="`target` must be a whole number of the cost's units, not negative, but is"):
+        orch.lower_bounds([3, 4], [0, 1], orch.Topology(2), target=target)
+
+
 def test_max_tokens():
     lengths, home, topology = [6, 6, 4, 4], [0, 0, 1, 1], orch.Topology(2)
     ranks = orch.balance(lengths, home, topology, max_tokens=10)

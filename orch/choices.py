@@ -1,0 +1,49 @@
+"""What a script chose, once for a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from orch.comm.all_to_all import METHODS
+from orch.comm.topology import Topology
+from orch.cost import CostModel
+from orch.tags import is_debugging
+
+EXCHANGE_METHODS = ("auto", *METHODS)
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Choices:
+    """What a script chose, the same on every rank; `orch.orchestrate` says what each means.
+
+    Attributes:
+        debug: Whether ids travel with what moves (`ORCH_DEBUG=1`).
+
+    Raises:
+        ValueError: If the way of exchange is unknown; the balance is checked where it is planned with.
+    """
+
+    layout: str
+    balance: str
+    dispatcher: str | None
+    accumulate: int | None
+    topology: Topology | None
+    max_tokens: int | None
+    costs: Mapping[str, CostModel] | None
+    exchange: str
+    debug: bool = field(default_factory=is_debugging)
+
+    def __post_init__(self) -> None:
+        if self.exchange not in EXCHANGE_METHODS:
+            raise ValueError(f"`exchange` must be one of {EXCHANGE_METHODS}, but is {self.exchange!r} instead.")
+
+    def check_topology(self, num_ranks: int) -> None:
+        """Raises ValueError if a topology was given for another number of ranks."""
+        if self.topology is not None and self.topology.num_ranks != num_ranks:
+            raise ValueError(f"`topology` must have {num_ranks} ranks, but has {self.topology.num_ranks} instead.")
+
+    def by_name(self) -> dict[str, Any]:
+        """All of them, by name."""
+        return {spec.name: getattr(self, spec.name) for spec in fields(self)}
