@@ -148,9 +148,9 @@ def _lay_out_one(
     lengths: StepLengths, topology: Topology, assignment: Assignment, filler: int, micro_step: int
 ) -> MicroStepPlan:
     """One micro-step; ranks without a sample get the filler."""
-    own = np.flatnonzero(assignment.micro_step == micro_step)
+    own = (assignment.micro_step == micro_step).nonzero()[0]
     llm_rank = assignment.llm_rank[own]
-    idle = np.flatnonzero(np.bincount(llm_rank, minlength=topology.num_ranks) == 0)
+    idle = (np.bincount(llm_rank, minlength=topology.num_ranks) == 0).nonzero()[0]
     samples = np.concatenate([own, np.full(len(idle), filler, dtype=np.int64)])
     return MicroStepPlan(
         samples=samples,
@@ -175,7 +175,7 @@ def _lay_out_stage(
 ) -> StagePlan:
     """One stage of one micro-step; an idle rank encodes the items of its filler itself."""
     sample = lengths.stages[name].sample
-    own = np.flatnonzero(assignment.micro_step[sample] == micro_step)
+    own = (assignment.micro_step[sample] == micro_step).nonzero()[0]
     copied = np.flatnonzero(sample == filler) if len(idle) else own[:0]
     items = np.concatenate([own, np.tile(copied, len(idle))])
     host = np.repeat(idle, len(copied))

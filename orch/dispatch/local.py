@@ -10,6 +10,7 @@ starts on the cheaper one, and when its place holds too much, the other is the f
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -127,15 +128,16 @@ class _SideBySide:
 
     def costs_of_each(self) -> list[IntArray]:
         """The costs of each problem's items."""
-        return np.split(self.costs, self._cuts())
+        return self._taken_apart(self.costs)
 
     def bins_of_each(self, bins: IntArray) -> list[IntArray]:
         """A layout (int64[N]) taken apart again, in each problem's own numbers."""
         num_problems = int(self.problem_of_bin[-1]) + 1
-        return np.split(bins % (len(self.problem_of_bin) // num_problems), self._cuts())
+        return self._taken_apart(bins % (len(self.problem_of_bin) // num_problems))
 
-    def _cuts(self) -> IntArray:
-        return np.searchsorted(self.problem, np.arange(1, int(self.problem_of_bin[-1]) + 1))
+    def _taken_apart(self, values: IntArray) -> list[IntArray]:
+        cuts = self.problem.searchsorted(np.arange(int(self.problem_of_bin[-1]) + 2)).tolist()
+        return [values[start:stop] for start, stop in itertools.pairwise(cuts)]
 
 
 def _joined(arrays: Sequence[IntArray]) -> IntArray:
@@ -182,7 +184,7 @@ def _deal_hard_nodes_anew(costs: IntArray, bins: IntArray, node_of_bin: IntArray
     if not (excess > 0).any():
         return bins
     largest = _max_by_group(excess, node_of_bin)
-    items = np.flatnonzero((largest > 0)[node_of_bin[bins]])
+    items = (largest > 0)[node_of_bin[bins]].nonzero()[0]
     dealt = bins.copy()
     dealt[items] = deal_in_groups(costs[items], node_of_bin[bins[items]], np.zeros_like(excess), node_of_bin)
     better = _max_by_group(sum_by_bin(costs, dealt, len(node_of_bin)) - goal, node_of_bin) < largest
@@ -190,7 +192,7 @@ def _deal_hard_nodes_anew(costs: IntArray, bins: IntArray, node_of_bin: IntArray
 
 
 def _max_by_group(values: IntArray, group: IntArray) -> IntArray:
-    return np.maximum.reduceat(values, np.flatnonzero(starts_run(group)))
+    return np.maximum.reduceat(values, starts_run(group).nonzero()[0])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -253,7 +255,7 @@ class _Level:
         leaving = pick_surplus(costs, self.price, place, excess)
         excess -= sum_by_bin(costs[leaving], place[leaving], num_places)
         place[leaving] = _UNPLACED
-        moving = np.flatnonzero(place < 0)
+        moving = (place < 0).nonzero()[0]
         place[moving] = deal_in_groups(costs[moving], self.parent[moving], excess, self.parent_of_place)
         return place
 

@@ -57,11 +57,11 @@ def polish(costs: IntArray, bin_of_item: IntArray, num_bins: int, limits: Limits
     Returns:
         int64[N], the improved layout; its largest load is no larger.
     """
-    goal = np.broadcast_to(np.asarray(limits.goal, dtype=np.int64), num_bins)
+    goal = limits.goal if isinstance(limits.goal, np.ndarray) else np.full(num_bins, limits.goal, dtype=np.int64)
     excess = sum_by_bin(costs, bin_of_item, num_bins) - goal
     one = np.zeros(num_bins, dtype=np.int64)
     scope = one if limits.scope is None else limits.scope
-    first_of_scope = np.flatnonzero(starts_run(scope))
+    first_of_scope = starts_run(scope).nonzero()[0]
     above = np.maximum.reduceat(excess, first_of_scope)
     if not (above > 0).any():
         return bin_of_item

@@ -32,7 +32,7 @@ def pick_surplus(costs: IntArray, prices: IntArray, bin_of_item: IntArray, exces
     Returns:
         Positions of the items that leave, ascending.
     """
-    bins = np.flatnonzero(excess > 0)
+    bins = (excess > 0).nonzero()[0]
     if not len(bins):
         return bins
     number = np.full(len(excess) + 1, -1)  # the last is that of no bin
@@ -151,4 +151,4 @@ class _Search:
         """The items of the best end of each bin, ascending."""
         chosen = self.step < self.best_step[self.bins]
         chosen[self.best_cover[self.best_cover >= 0]] = True
-        return np.flatnonzero(chosen)
+        return chosen.nonzero()[0]
