@@ -13,6 +13,8 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
 	touch $@
 
+train ablate: export OMP_NUM_THREADS ?= 1
+
 train: venv
 	$(BIN)/torchrun --nproc-per-node 4 examples/train_omni.py --ranks-per-node 2 $(ARGS)
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -61,11 +62,27 @@ def new_node_groups(
         raise ValueError(f"`topology` must have {get_world_size(whole)} ranks, but has {topology.num_ranks} instead.")
     backend, rank = like or dist.get_backend(whole), get_rank(whole)
     neighbours = topology.ranks_of_node(int(topology.node_of_rank[rank]))
+    _level_group_counts(whole)
     inside = _subgroup(whole, neighbours, backend, timeout_s) if len(neighbours) > 1 else None
     if not topology.is_even or topology.num_nodes == 1 or topology.node_size == 1:
         return NodeGroups(whole, inside, whole, np.arange(topology.num_ranks, dtype=np.int64))
     same_place = np.flatnonzero(topology.local_rank == topology.local_rank[rank])
+    _level_group_counts(whole)
     return NodeGroups(whole, inside, _subgroup(whole, same_place, backend, timeout_s), same_place)
+
+
+def _level_group_counts(parent: ProcessGroup | None) -> None:
+    """Makes all ranks of `parent` members of equally many groups; those of fewer make some of their own.
+
+    torch names a group that only its ranks make by these ranks and by the number of groups that the caller is in
+    (`use_local_synchronization`): under unequal names its ranks would wait for each other in vain.
+    """
+    device = "cuda" if dist.get_backend(parent) == "nccl" else "cpu"
+    own = len(dist.distributed_c10d._world.pg_names)
+    most = torch.tensor(own, device=device)
+    dist.all_reduce(most, dist.ReduceOp.MAX, group=parent)
+    for _ in range(int(most) - own):
+        dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
 
 
 def _subgroup(whole: ProcessGroup, ranks: IntArray, backend: str, timeout_s: float) -> ProcessGroup:
@@ -131,6 +148,7 @@ def new_cpu_group(parent: ProcessGroup | None = None, *, timeout_s: float = DEFA
         return dist.new_group(backend="gloo", timeout=timeout)
     if ranks != sorted(ranks):
         raise ValueError(f"`parent` must hold its ranks in ascending order, but holds {ranks} instead.")
+    _level_group_counts(parent)
     return dist.new_group(ranks, backend="gloo", timeout=timeout, use_local_synchronization=True)
 
 

@@ -8,6 +8,7 @@ All variants take turns at every step in one set of processes, so that a driftin
 from __future__ import annotations
 
 import json
+import sys
 import time
 from argparse import ArgumentParser, Namespace
 from dataclasses import asdict
@@ -94,6 +95,8 @@ def measure(engine: Any, loaders: dict[str, Any], parts: PartTimes, num_repeats:
     runs: dict[str, list[list[tuple[list[float], float]]]] = {name: [] for name in loaders}
     names = list(loaders)
     for repeat in range(num_repeats + 1):
+        if dist.get_rank() == 0:
+            print(f"round {repeat + 1} of {num_repeats + 1}", file=sys.stderr, flush=True)
         pin_thread(dist.get_rank() + repeat)
         batches = {name: iter(loader) for name, loader in loaders.items()}
         for turn in count(repeat):

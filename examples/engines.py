@@ -219,7 +219,9 @@ class ZeroEngine(Engine):
 
     def load(self, folder: Path) -> None:
         """Loads what `save` saved; every rank calls it."""
-        self.module.load_checkpoint(str(folder))
+        path, _ = self.module.load_checkpoint(str(folder))
+        if path is None:
+            raise ValueError(f"`{folder}` must hold a checkpoint of DeepSpeed, but holds none.")
 
 
 def read_zero_options(path: Path, stage: int) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import time
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +35,15 @@ from orch.comm.gather import gather_ragged
 from orch.encoders.packing import use_packed_attention
 from orch.report import mean_and_max
 
+OPTIONS_FILE = "options.json"
+LASTING_OPTIONS = ("engine", "layout", "token_budget", "accumulate", "samples", "dtype", "max_length", "max_pixels")
 PRINTED_ONLY = ("gather_ms", "exchange_ms")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
 def make_parser(description: str) -> ArgumentParser:
     """The options of a run."""
-    parser = ArgumentParser(description=description)
+    parser = ArgumentParser(description=description, formatter_class=ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
     add("--data", type=Path, help="JSON or JSONL records; without it the project's own generated data")
     add("--engine", choices=ENGINES, default="ddp")
@@ -116,6 +118,7 @@ def train(args: Namespace) -> dict[str, Any]:
         exchange=args.exchange,
     )
     if args.resume is not None:
+        _check_options(args)
         engine.load(args.resume)
         batches.load_state_dict(json.loads(_loader_file(args.resume).read_text()))
 
@@ -145,8 +148,23 @@ def train(args: Namespace) -> dict[str, Any]:
     if args.save is not None:
         args.save.mkdir(parents=True, exist_ok=True)
         engine.save(args.save)
+        (args.save / OPTIONS_FILE).write_text(json.dumps(_lasting_options(args)))
         _loader_file(args.save).write_text(json.dumps(batches.state_dict()))
     return _report(batches, losses, step_ms, trained, skipped, num_tokens / (time.perf_counter() - begin))
+
+
+def _lasting_options(args: Namespace) -> dict[str, Any]:
+    return {name: getattr(args, name) for name in LASTING_OPTIONS}
+
+
+def _check_options(args: Namespace) -> None:
+    """A checkpoint goes on with the options that it was saved with."""
+    for name, saved in json.loads((args.resume / OPTIONS_FILE).read_text()).items():
+        if getattr(args, name) != saved:
+            option = f"--{name.replace('_', '-')}"
+            raise ValueError(
+                f"`{option}` must be {saved!r}, as in the run that was saved, but is {getattr(args, name)!r}."
+            )
 
 
 def _loader_file(folder: Path) -> Path:

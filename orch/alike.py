@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 import re
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
@@ -39,6 +40,9 @@ def told(value: object, *, within: tuple[int, ...] = ()) -> str:
         return _told_by(
             type(value), {spec.name: getattr(value, spec.name) for spec in fields(value) if spec.repr}, within
         )
+    if isinstance(value, numbers.Real) and not isinstance(value, bool):
+        number = int(value) if isinstance(value, numbers.Integral) else float(value)
+        return repr(int(number) if number == number // 1 else number)
     if type(value).__repr__ is object.__repr__:
         return _told_by(type(value), dict(sorted(_attributes(value).items())), within)
     return _ADDRESS.sub("", repr(value)).replace("\n", " ")

@@ -8,6 +8,7 @@ from typing import Any
 
 from orch.comm.all_to_all import METHODS
 from orch.comm.topology import Topology
+from orch.config import BALANCE_MODES
 from orch.cost import CostModel
 from orch.tags import is_debugging
 
@@ -22,7 +23,7 @@ class Choices:
         debug: Whether ids travel with what moves (`ORCH_DEBUG=1`).
 
     Raises:
-        ValueError: If the way of exchange is unknown; the balance is checked where it is planned with.
+        ValueError: If the way to balance or to exchange is unknown.
     """
 
     layout: str
@@ -33,9 +34,12 @@ class Choices:
     max_tokens: int | None
     costs: Mapping[str, CostModel] | None
     exchange: str
+    prefetch: int
     debug: bool = field(default_factory=is_debugging)
 
     def __post_init__(self) -> None:
+        if self.balance not in BALANCE_MODES:
+            raise ValueError(f"`balance` must be one of {BALANCE_MODES}, but is {self.balance!r} instead.")
         if self.exchange not in EXCHANGE_METHODS:
             raise ValueError(f"`exchange` must be one of {EXCHANGE_METHODS}, but is {self.exchange!r} instead.")
 

@@ -47,12 +47,21 @@ def draw_sample(
         placeholders: Token ids that stand for the rows of each stage, where known.
 
     Raises:
-        ValueError: If keys are missing or disagree, naming the sample.
+        ValueError: If it is no such dict, or keys are missing or disagree, naming the sample.
     """
+    if not isinstance(sample, Mapping) or not all(isinstance(key, str) for key in sample):
+        raise ValueError(
+            f"A loader must yield lists of samples, dicts with names as keys, but one is {_shown(sample)} instead: "
+            "collated batches are not lists of samples."
+        )
     try:
         ids, labels = _tokens(sample, "input_ids"), _tokens(sample, "labels")
         if len(ids) != len(labels):
             raise ValueError(f"`labels` must have {len(ids)} tokens, but has {len(labels)} instead.")
+        if "attention_mask" in sample and not torch.as_tensor(sample["attention_mask"]).all():
+            raise ValueError(
+                "`attention_mask` must be all ones, as samples come without padding, but has zeros instead."
+            )
         split = {name: adapter.split(sample) for name, adapter in adapters.items()}
         media = frozenset[str]().union(*(adapter.keys for adapter in adapters.values()))
         record = {key: value for key, value in sample.items() if key not in media}
@@ -72,7 +81,7 @@ def draw_sample(
                 for name, items in split.items()
             },
         )
-    except ValueError as error:
+    except (ValueError, TypeError, RuntimeError) as error:
         raise ValueError(f"Sample {sample.get('id', '(without an id)')!r}: {error}") from error
 
 
@@ -116,12 +125,21 @@ def measure(
     )
 
 
+def _shown(value: object) -> str:
+    """A value in a few words."""
+    if isinstance(value, Mapping):
+        return f"a dict with the keys {list(value)[:8]!r}"
+    return f"a {type(value).__name__}: {str(value)[:40]!r}"
+
+
 def _tokens(sample: Sample, key: str) -> torch.Tensor:
     if key not in sample:
         raise ValueError(f"`{key}` must be among the keys of a sample, but it has {sorted(sample)} instead.")
     tokens = torch.as_tensor(sample[key])
-    if tokens.ndim != 1 or not len(tokens) or tokens.is_floating_point():
-        raise ValueError(f"`{key}` must be a vector of at least one integer, but is {tuple(tokens.shape)} instead.")
+    if tokens.ndim != 1 or not len(tokens) or tokens.is_floating_point() or tokens.dtype == torch.bool:
+        raise ValueError(
+            f"`{key}` must be a vector of at least one integer, but is {tuple(tokens.shape)} of {tokens.dtype} instead."
+        )
     return tokens
 
 

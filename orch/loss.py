@@ -34,7 +34,7 @@ def token_loss_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     trained = targets != IGNORE
     chosen = logits[:, :-1][trained]
     chosen = chosen if chosen.dtype == torch.float64 else chosen.float()
-    return F.cross_entropy(chosen, targets[trained], reduction="sum")
+    return F.cross_entropy(chosen, targets[trained].long(), reduction="sum")
 
 
 def loss_scale(num_tokens: int, world_size: int, accumulation_divisor: int) -> float:

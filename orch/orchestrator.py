@@ -88,6 +88,7 @@ class OrchestratedLoader:
         """Chooses the epoch whose order the loader draws, where it knows epochs."""
         if hasattr(self.loader, "set_epoch"):
             self.loader.set_epoch(epoch)
+            self._reached = None
 
     def state_dict(self) -> dict[str, Any]:
         """Where this rank stands behind the last optimizer step; what was prepared ahead of it counts as not drawn.
@@ -211,7 +212,8 @@ def orchestrate(
     Args:
         loader: An `ODBDataLoader`, whose own grouping says what "as drawn" means: the groups that it gives by itself.
             Or any iterable of groups (lists of processed samples), in equal or unequal counts.
-        engine: What trains: DDP, a DeepSpeed engine, or the model itself. Its encoders are stages (`orch.stage`).
+        engine: What trains: DDP, a DeepSpeed engine, or the model itself, whose gradients are then yours to average
+            over the ranks. Its encoders are stages (`orch.stage`).
         balance: "post": every stage on its own; "llm": the LLM alone; "pre": whole samples before the step; "none".
         dispatcher: How packed stages are dealt (`orch.dispatch.DISPATCHERS`); the best for each stage if not given.
         accumulate: K, micro-steps of an optimizer step; read from DeepSpeed, 1 otherwise.
@@ -240,6 +242,7 @@ def orchestrate(
         max_tokens=max_tokens,
         costs=costs,
         exchange=exchange,
+        prefetch=prefetch,
     )
     setup = make_setup(engine, choices, collate_fn=collate_fn, group=group, timeout_s=timeout_s)
     return OrchestratedLoader(loader, setup, prefetch=prefetch, timeout_s=timeout_s)

@@ -44,6 +44,7 @@ class Prefetcher(Generic[T]):
 
         Raises:
             BaseException: What the iterable raised, or what `on_wait` raised.
+            RuntimeError: If it was closed.
         """
         waited = 0.0
         while True:
@@ -51,6 +52,8 @@ class Prefetcher(Generic[T]):
                 result = self._ready.get(timeout=_POLL_S)
                 break
             except queue.Empty:
+                if self._closing.is_set() and not self._thread.is_alive():
+                    raise RuntimeError("This iteration has ended, since its loader was iterated anew.") from None
                 waited += _POLL_S
                 self._on_wait(waited)
         if not isinstance(result, _End):

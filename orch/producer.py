@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,6 +36,7 @@ from orch.setup import Setup
 from orch.tags import Tags
 
 Groups = Iterator[Sequence[dict[str, Any]]]
+_NO_GROUP: Any = object()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -129,7 +130,9 @@ class StepProducer:
         taken: list[list[DrawnSample]] = []
         ranks: list[int] = []
         try:
-            while len(taken) < self._setup.accumulate and (group := next(self._groups, None)) is not None:
+            while len(taken) < self._setup.accumulate and (group := next(self._groups, _NO_GROUP)) is not _NO_GROUP:
+                if not isinstance(group, Collection):
+                    raise ValueError(f"A loader must yield lists of samples, but yields {group!r} instead.")
                 taken.append([draw_sample(sample, adapters, placeholders) for sample in group])
                 ranks += getattr(group, "ranks", [self._setup.rank] * len(group))
                 self._drawn_to = ResumePoint.of(self._loader, self.begin.step, self._peaks)
@@ -146,13 +149,14 @@ class StepProducer:
         A rank that was told by its loader of another's failure leaves it to that one to say so.
         """
         start = time.perf_counter()
-        own = np.array([self._agreed, closing, self._count_skipped()], dtype=np.int64)
+        own = np.array([self._agreed, closing, self._count_skipped(), step], dtype=np.int64)
         vector = np.concatenate([own, pack_lengths(draw.lengths)])
         vectors = self._together(draw.status, draw.error, vector, "lengths", step)
         if draw.error is not None:
             raise draw.error
         self._report.gather_ms.append(1e3 * (time.perf_counter() - start))
         self._check_setups([int(v[0]) for v in vectors])
+        _check_steps([int(v[3]) for v in vectors])
         self._check_skipped([int(v[2]) for v in vectors], step)
         stopped = [rank for rank, v in enumerate(vectors) if v[1]]
         if stopped and not closing:
@@ -160,7 +164,7 @@ class StepProducer:
                 f"Ranks {stopped} stopped iterating before step {step}, rank {self._setup.rank} did not: "
                 "all ranks must leave the loop after the same batch."
             )
-        lengths = merge_lengths([v[3:] for v in vectors], self._names)
+        lengths = merge_lengths([v[4:] for v in vectors], self._names)
         return lengths if lengths.num_micro_steps and not stopped else None
 
     def _plan(self, lengths: StepLengths, step: int) -> StepPlan:
@@ -269,9 +273,17 @@ class StepProducer:
         if differing:
             raise ValueError(
                 f"`orch.orchestrate` must be set up alike on all ranks, but ranks {differing} differ from rank 0 "
-                "instead, in version, stages, trained parts, topology, balance, caps, accumulation, exchange; "
+                "instead, in version, stages, trained parts, dtypes, topology, balance, caps, accumulation, exchange; "
                 f"rank {self._setup.rank} has {self._setup.describe()}."
             )
+
+
+def _check_steps(steps: list[int]) -> None:
+    if len(set(steps)) > 1:
+        raise ValueError(
+            f"All ranks must go on at the same step, but are at steps {steps} instead: "
+            "load on each rank the state that it saved at the same time as the others."
+        )
 
 
 def _groups_of(loader: Any, num_ranks: int) -> Groups:

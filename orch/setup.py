@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -28,6 +29,8 @@ from orch.engine import EngineInfo, read_engine
 from orch.micro_step import instrument_model
 from orch.prepare import Collate
 from orch.stages import EncoderAdapter, Stage, stages_in
+
+_ENCODER_CONFIGS = ("vision_config", "audio_config")  # of a model's configuration
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,13 +83,16 @@ class Setup:
         """All that ranks must agree on before a step, in words: what was chosen, and what came of it."""
         return (
             f"{told(self.choices)} and so {told(self.config)}, {self.topology}, accumulate={self.accumulate}, "
-            f"trained tensors {self._trained()}"
+            f"trained tensors and dtypes {self._trained()}"
         )
 
-    def _trained(self) -> dict[str, int]:
-        """How many tensors of each stage are trained; where none is, its rows have no way back."""
-        parameters = {name: stage.encoder.parameters() for name, stage in self.stages.items()}
-        return {name: sum(p.requires_grad for p in of_stage) for name, of_stage in parameters.items()}
+    def _trained(self) -> dict[str, tuple[int, list[str]]]:
+        """How many tensors of each stage are trained (where none is, its rows have no way back), and all dtypes."""
+        parameters = {name: list(stage.encoder.parameters()) for name, stage in self.stages.items()}
+        return {
+            name: (sum(p.requires_grad for p in of_stage), sorted({str(p.dtype) for p in of_stage}))
+            for name, of_stage in parameters.items()
+        }
 
     def fingerprint(self) -> int:
         """A 63-bit hash of `describe()`."""
@@ -106,6 +112,8 @@ def make_setup(
     model, num_ranks = info.model, get_world_size(info.group)
     choices.check_topology(num_ranks)
     stages = stages_in(model)
+    if not stages and any(hasattr(model.config, name) for name in _ENCODER_CONFIGS):
+        warnings.warn("No encoder of the model is a stage: call `orch.stage` on each before this.", stacklevel=3)
     for stage in stages.values():
         stage.bind(model.config)
     instrument_model(model)

@@ -72,7 +72,7 @@ def dispatch(problem: DispatchProblem, dispatcher: str, *, placement: bool = Tru
 
     Returns:
         int64[N], the bin of each item. As drawn where that keeps the cap and the algorithm either does not, or gives a
-        larger largest load, or an equal one for as many bytes moved. Where nothing keeps the cap, the layout whose
+        larger step load, or an equal one for as many bytes moved. Where nothing keeps the cap, the layout whose
         largest batch is least.
     """
     return dispatch_all([problem], [dispatcher], placement=placement)[0]
@@ -132,7 +132,7 @@ def _is_as_good(problem: DispatchProblem, bins: IntArray, other: IntArray) -> bo
     """Whether a layout is no worse than another: under the cap, evenly loaded, with few bytes moved."""
     if not (problem.fits(bins) and problem.fits(other)):
         return problem.largest_batch(bins) <= problem.largest_batch(other)
-    own, others = problem.largest_load(bins), problem.largest_load(other)
+    own, others = problem.step_load(bins), problem.step_load(other)
     return own < others or (own == others and problem.moved_bytes(bins) <= problem.moved_bytes(other))
 
 

@@ -74,6 +74,11 @@ class DispatchProblem:
         """Cost of the costliest bin."""
         return int(self.loads(bin_of_item).max(initial=0))
 
+    def step_load(self, bin_of_item: IntArray) -> int:
+        """Cost of the costliest bin of each micro-step, in all: what ranks that wait for each other take."""
+        loads = self.loads(bin_of_item).reshape(self.topology.num_ranks, self.bins_per_rank)
+        return int(loads.max(axis=0, initial=0).sum())
+
     def largest_batch(self, bin_of_item: IntArray) -> int:
         """Tokens of the largest batch."""
         return int(batch_tokens(self.layout, self.lengths, bin_of_item, self.num_bins).max(initial=0))

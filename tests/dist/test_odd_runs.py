@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import orch
 from orch.comm.all_to_all import exchange_many
+from orch.comm.gather import RankFailedError
 from orch.comm.layout import Exchange, Layout, Rearrangement
 from orch.comm.topology import Topology
 from orch.cost import PackedCost
@@ -175,3 +176,106 @@ def test_a_model_that_returns_a_tuple_is_told_to_return_a_dict():
     for batch in loader:
         with pytest.raises(TypeError, match="must return a dict with `logits`, but returned a tuple instead"):
             model(**batch, return_dict=False)
+
+
+@pytest.mark.parametrize("case", ["of one rank", "uneven"])
+def test_ranks_may_be_in_unequal_numbers_of_groups(case):
+    """torch names groups by the number of those that a rank is in, so that ranks could miss each other."""
+
+    def run():
+        rank = dist.get_rank()
+        alone = dist.new_group([0]) if case == "of one rank" else None
+        group = None if case == "of one rank" else dist.new_group([0, 1, 2])
+        topology = Topology(4, 2) if group is None else Topology(3, 2)
+        if case == "uneven" and rank == 3:
+            return 1
+        model = small_model(torch.float32)
+        groups = [[make_sample(model.config, rank)]]
+        loader = orch.orchestrate(groups, model, topology=topology, group=group, timeout_s=20)
+        for batch in loader:
+            model(**batch).loss.backward()
+        return len(loader.report.steps) * (alone is not None or case == "uneven")
+
+    assert run_ranks(run, 4, timeout_s=50) == [1, 1, 1, 1]
+
+
+def test_ranks_at_different_steps_are_told_so():
+    def run():
+        model, rank = small_model(torch.float32), dist.get_rank()
+        groups = ResumableGroups([[make_sample(model.config, 10 * i + rank)] for i in range(4)])
+        loader = orch.orchestrate(groups, model, topology=Topology(2), timeout_s=20)
+        if rank == 1:
+            loader.load_state_dict({"version": 1, "step": 2, "peaks": {}, "loader": None})
+        with pytest.raises(ValueError, match=r"must go on at the same step, but are at steps \[0, 2\] instead"):
+            list(loader)
+
+    run_ranks(run, 2)
+
+
+class ResumableGroups(list):
+    def load_state_dict(self, state):
+        pass
+
+
+def test_towers_of_another_dtype_on_one_rank_are_refused():
+    def run():
+        rank = dist.get_rank()
+        model = small_model(torch.bfloat16 if rank else torch.float16)
+        loader = orch.orchestrate([[make_sample(model.config, rank)]], model, topology=Topology(2), timeout_s=20)
+        with pytest.raises(ValueError, match=r"ranks \[1\] differ from rank 0 instead, in .* dtypes"):
+            list(loader)
+
+    run_ranks(run, 2)
+
+
+PADDED = {"attention_mask": torch.tensor([0, 1, 1, 1, 1, 1, 1, 1])}
+
+
+@pytest.mark.parametrize(
+    ("group_of", "message"),
+    [
+        (lambda sample: None, "must yield lists of samples, but yields None instead"),
+        (lambda sample: [None], "dicts with names as keys, but one is a NoneType: 'None' instead"),
+        (lambda sample: {"input_ids": sample["input_ids"][None]}, "but one is a str: 'input_ids' instead"),
+        (lambda sample: [{**sample, 7: 1}], "but one is a dict with the keys"),
+        (lambda sample: [{**sample, **PADDED}], "Sample 's0': `attention_mask` must be all ones"),
+        (
+            lambda sample: [{**sample, "input_ids": sample["input_ids"] > 0}],
+            "Sample 's0': `input_ids` must be a vector",
+        ),
+    ],
+)
+def test_groups_and_samples_of_other_kinds_are_refused(group_of, message):
+    model = small_model(torch.float32)
+    groups = [[make_sample(model.config, 1)], group_of(make_sample(model.config, 0))]
+    loader = orch.orchestrate(groups, model, topology=Topology(1))
+    with pytest.raises(RankFailedError, match=re.escape(message)):
+        list(loader)
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.int32])
+def test_labels_of_any_integers_train(dtype):
+    model, losses = small_model(torch.float32), []
+    for kind in (torch.int64, dtype):
+        sample = make_sample(model.config, 0)
+        sample["labels"] = sample["labels"].to(kind)
+        losses += [
+            model(**batch).loss.item()
+            for batch in orch.orchestrate([[sample]], model, topology=Topology(1), prefetch=0)
+        ]
+    assert losses[0] == losses[1] > 0
+
+
+def test_a_loader_iterated_anew_ends_the_iteration_before():
+    model = small_model(torch.float32)
+    loader = orch.orchestrate([[make_sample(model.config, i)] for i in range(6)], model, topology=Topology(1))
+    first = iter(loader)
+    next(first)
+    assert len(list(loader)) == 6
+    with pytest.raises(RuntimeError, match="has ended, since its loader was iterated anew"):
+        list(first)
+
+
+def test_a_model_without_stages_is_told_of_its_encoders():
+    with pytest.warns(UserWarning, match="No encoder of the model is a stage"):
+        orch.orchestrate([], small_model(torch.float32, staged=False), topology=Topology(1))

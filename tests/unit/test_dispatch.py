@@ -182,7 +182,9 @@ def test_lower_bounds_refuse_what_they_cannot_bound():
     with pytest.raises(ValueError, match=r"`cost` must be additive or have a padded part, but is .*_OwnCost"):
         lower_bounds([1, 2, 3], [0, 1, 1], Topology(2), cost=_OwnCost())
     for cost in (PackedCost(), PaddedCost()):
-        with pytest.raises(ValueError, match="`target` must not be negative, but is -5 instead"):
+        with pytest.raises(
+            ValueError, match="`target` must be a whole number of the cost's units, not negative, but is -5 instead"
+        ):
             lower_bounds([3, 4], [0, 0], Topology(2, 1), cost=cost, target=-5)
         assert lower_bounds([3, 4], [0, 0], Topology(2, 1), cost=cost, target=0).target == 0
 
@@ -342,3 +344,23 @@ def test_greedy_looks_again_where_next_to_nothing_is_missing(monkeypatch):
     without = [missing(seed) for seed in range(8)]
     assert all(ours <= other for ours, other in zip(found, without, strict=True))
     assert sum(found) < sum(without)
+
+
+@pytest.mark.parametrize("dispatcher", ["greedy", "local"])
+def test_a_step_of_micro_steps_takes_no_longer_than_as_drawn(dispatcher):
+    """Ranks wait for each other in each micro-step: a lower largest bin is no gain if all have a full one."""
+    rng, differs = np.random.default_rng(0), 0
+    for _ in range(150):
+        topology, num_micro_steps = Topology(int(rng.integers(2, 4)), 1), int(rng.integers(2, 4))
+        lengths = rng.integers(1, 100, int(rng.integers(6, 30)))
+        home = rng.integers(topology.num_ranks * num_micro_steps, size=len(lengths))
+        problem = DispatchProblem(
+            lengths, home, topology, PackedCost(20, 1, 0.05), bins_per_rank=num_micro_steps, cap=None
+        )
+        problem = problem.with_cap(problem.largest_batch(home))
+        found = dispatch(problem, dispatcher)
+        assert problem.step_load(found) <= problem.step_load(home)
+        differs += not np.array_equal(found, home)
+        loads = problem.loads(found).reshape(-1, num_micro_steps)
+        assert problem.step_load(found) == sum(max(int(load) for load in column) for column in loads.T)
+    assert differs > 100
