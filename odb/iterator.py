@@ -8,6 +8,11 @@ from typing import Any
 from orch.odb.batches import Delivery
 from orch.odb.pipeline import Pipeline
 
+ITERATED_ANEW = (
+    "A loader must have one iterator at a time, but was iterated anew before the epoch of this one had come to its end "
+    "instead."
+)
+
 
 class LoaderIterator:
     """The batches of one epoch.
@@ -29,10 +34,15 @@ class LoaderIterator:
         return self
 
     def __next__(self) -> Any:
+        """The next batch.
+
+        Raises:
+            RuntimeError: If the loader was iterated anew before this iterator had come to its end.
+        """
         try:
             delivery = next(self._pipeline)
         except StopIteration:
-            if not self._has_ended:
+            if not self._has_ended and not self._pipeline.is_closed:
                 self._has_ended = True
                 self._note_end(self._num_taken)
             raise

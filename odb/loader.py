@@ -13,6 +13,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from orch.comm.topology import Topology
+from orch.odb.alike import once_alike, settings_of
 from orch.odb.batches import BatchBuilder, Delivery, SampleBuilder
 from orch.odb.budget import BatchLayout, TokenBudget
 from orch.odb.buffer import SampleBuffer
@@ -22,7 +23,7 @@ from orch.odb.global_grouping import GlobalWindow
 from orch.odb.global_rounds import GlobalRounds
 from orch.odb.grouping import form_groups
 from orch.odb.heartbeat import DEFAULT_LOST_AFTER_S
-from orch.odb.iterator import LoaderIterator
+from orch.odb.iterator import ITERATED_ANEW, LoaderIterator
 from orch.odb.measure import LengthFn
 from orch.odb.options import Grouping, check_arguments, take_older_names, window_size
 from orch.odb.peers import join_peers, topology_of
@@ -44,8 +45,8 @@ class ODBDataLoader:
 
     Iterating yields collated batches that carry an `ODBStepInfo` (`pop_step_info`); `groups` yields the samples alone.
     Groups depend on the order of samples, never on when they arrive. All ranks must build their loaders in the same
-    order, and iterate them alike. Over several ranks the loader has a CPU process group of its own, which it uses in a
-    thread of its own.
+    order, set them up alike, which is checked as an epoch begins, and iterate them alike, one iterator at a time. Over
+    several ranks the loader has a CPU process group of its own, which it uses in a thread of its own.
 
     Args:
         dataset: Map-style or iterable; a sample is whatever `collate_fn` takes. `None` in a sample's place, or
@@ -137,8 +138,10 @@ class ODBDataLoader:
         self.join, self.mixes_lengths = bool(named["join"]), mixes_lengths
         self.accumulation_steps, self.pin_memory = accumulation_steps, pin_memory
         self.shuffle, self.seed, self.num_workers = shuffle, seed, dataloader_kwargs.get("num_workers", 0)
+        self.shard_stream = shard_stream
         self.peers = join_peers(group, rank, world_size, lost_after_s)
-        self.topology = topology or topology_of(self.peers, group)
+        found = topology_of(self.peers, group)  # in any case, since ranks tell each other
+        self.topology = topology or found
         self.order = order_of(
             dataset, sampler, shuffle=shuffle, seed=seed, rank=self.peers.rank, num_ranks=self.peers.num_ranks
         )
@@ -174,12 +177,13 @@ class ODBDataLoader:
     def set_epoch(self, epoch: int) -> None:
         """Sets the number of the next epoch; without it, epochs count up by themselves.
 
-        The rest of a resumed epoch is not given up for its own number.
+        The rest of a resumed epoch is not given up for its own number. Within an epoch, `state_dict` still says where
+        that one stands.
         """
         if self._resumed is not None and self._resumed.epoch != epoch:
             self._resumed = None
         self.epoch = epoch
-        if self._pipeline is None and self._resumed is None:
+        if self._resumed is None and (self._pipeline is None or self._pipeline.has_ended):
             self._position = RoundRecord(epoch)
 
     def __iter__(self) -> Iterator[Any]:
@@ -237,14 +241,18 @@ class ODBDataLoader:
         Raises:
             RankLostError: If a rank is gone, without which the others cannot stop together.
         """
+        self._close()
+
+    def _close(self, why: str = "") -> None:
+        """As `close`; `why` is raised to who goes on with the iterator."""
         if self._pipeline is not None:
             pipeline, self._pipeline = self._pipeline, None
-            pipeline.close()
+            pipeline.close(why)
             while not pipeline.join(1.0):
                 self.peers.check()
 
     def _start(self, builder: BatchBuilder | SampleBuilder, grouping: Grouping, *, exchanges: bool) -> LoaderIterator:
-        self.close()
+        self._close(ITERATED_ANEW)
         begin = self._resumed or RoundRecord(self.epoch)
         begin.check_way(is_exchanged=exchanges or grouping == "local")
         self.epoch, self._resumed = begin.epoch + 1, None
@@ -257,7 +265,9 @@ class ODBDataLoader:
         if grouping == "global":
             window = GlobalWindow(self.budget, self.topology, self.mixes_lengths)
             rounds = GlobalRounds(context, window, exchanges, begin.num_rounds)
-        self._pipeline = Pipeline(builder.deliver(iter(rounds)), stop, run.close, self.peers.check)
+        settings = settings_of(self, begin, grouping, is_collated=exchanges)
+        deliveries = builder.deliver(once_alike(settings, self.peers, rounds))
+        self._pipeline = Pipeline(deliveries, stop, run.close, self.peers.check)
         return LoaderIterator(self._pipeline, self._note_taken, functools.partial(self._note_end, rounds))
 
     def _note_taken(self, delivery: Delivery) -> None:
@@ -265,7 +275,7 @@ class ODBDataLoader:
 
     def _note_end(self, rounds: LocalRounds | GlobalRounds, num_micro_steps: int) -> None:
         """Takes down what is known at the end of an epoch."""
-        self._position = RoundRecord(rounds.context.epoch + 1)
+        self._position = RoundRecord(self.epoch)
         if rounds.context.resumed is None or not rounds.context.resumed.num_rounds:
             self._num_micro_steps = num_micro_steps
         self.num_dropped = rounds.num_dropped

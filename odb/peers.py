@@ -115,8 +115,20 @@ def join_peers(
 
 
 def topology_of(peers: Peers, group: ProcessGroup | None) -> Topology:
-    """Which ranks share a node, as the launcher's LOCAL_WORLD_SIZE says for the world; else all do."""
-    local = os.environ.get("LOCAL_WORLD_SIZE", "")
-    if group is None and local.isdigit() and 0 < int(local) < peers.num_ranks:
-        return Topology(peers.num_ranks, int(local))
-    return Topology(peers.num_ranks)
+    """Which ranks share a node, as the launcher tells each by LOCAL_WORLD_SIZE for the world; else all do.
+
+    All ranks call it: on uneven nodes each is told the size of its own.
+    """
+    said = os.environ.get("LOCAL_WORLD_SIZE", "") if group is None else ""
+    own = int(said) if said.isdigit() else 0
+    if peers.num_ranks == 1:
+        return Topology(1)
+    told = [int(size) for (size,) in peers.gather(np.array([own], dtype=np.int64))]
+    sizes: list[int] = []
+    while (begin := sum(sizes)) < len(told):
+        size = told[begin]
+        node = told[begin : begin + size]
+        if size < 1 or set(node) != {size}:
+            return Topology(peers.num_ranks)
+        sizes.append(len(node))
+    return Topology.of_node_sizes(tuple(sizes))

@@ -45,6 +45,7 @@ class Pipeline(Generic[T]):
         self._items: queue.SimpleQueue[T | _End] = queue.SimpleQueue()
         self._taken = threading.Condition()
         self._ended = False
+        self._why_closed = ""
         self._thread = threading.Thread(target=self._work, name="odb-loader", daemon=True)
         _running.add(self)
         self._thread.start()
@@ -53,18 +54,38 @@ class Pipeline(Generic[T]):
         return self
 
     def __next__(self) -> T:
-        if self._ended:
-            raise StopIteration
-        item = self._next_item()
+        """The next item.
+
+        Raises:
+            RuntimeError: If it was closed before its end, for a reason that `close` was given.
+        """
+        item = _End() if self._ended else self._next_item()
         with self._taken:
             self._taken.notify_all()
+        if self._why_closed:
+            raise RuntimeError(self._why_closed)
         if isinstance(item, _End):
             self._ended = True
             raise StopIteration if item.error is None else item.error
         return item
 
-    def close(self) -> None:
-        """Tells the thread to stop; does not wait for it."""
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing more is taken: the end was reached, an error was raised, or it was closed."""
+        return self._ended
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it was closed."""
+        return self._stop.is_set()
+
+    def close(self, why: str = "") -> None:
+        """Tells the thread to stop; does not wait for it.
+
+        Args:
+            why: Raised to who takes further items; without it, or behind the end, they just see the end.
+        """
+        self._why_closed = self._why_closed if self._ended else why
         self._ended = True
         self._stop.set()
         with self._taken:

@@ -60,13 +60,13 @@ class OrchestratedLoader:
         self._ahead: Prefetcher[Ready] | None = None
         self._begin = ResumePoint()
         self._reached: ResumePoint | None = None
-        self._in_use = False
+        self._in_use = self._under_way = False
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         self._end_former_epoch()
         closing = threading.Event()
         produced = StepProducer(self.loader, self.setup, self.report, self._begin, closing.is_set, self._prefetch)
-        self.micro_step, self._reached, self._in_use = None, produced.begin, False
+        self.micro_step, self._reached, self._in_use, self._under_way = None, produced.begin, False, True
         try:
             if self._prefetch:
                 self._ahead = Prefetcher(produced, self._prefetch, closing, self._check_wait)
@@ -74,8 +74,9 @@ class OrchestratedLoader:
                 yield self._hand_over(ready)
                 self._check_use(ready.micro_step)
             self.setup.liveness.note("end of an epoch")
-            self._reached = self._next_epoch()
+            self._reached = None  # the loader says where the next epoch begins
         finally:  # At the end, after `break`, and while an exception of the loop's body is on its way up.
+            self._under_way = False
             self.setup.liveness.pause()
             if self._ahead is not None:
                 self._ahead.close(min(_CLOSE_S, self._timeout_s))
@@ -88,7 +89,8 @@ class OrchestratedLoader:
         """Chooses the epoch whose order the loader draws, where it knows epochs."""
         if hasattr(self.loader, "set_epoch"):
             self.loader.set_epoch(epoch)
-            self._reached = None
+            if not self._under_way:  # else the state is of the step that was taken
+                self._reached = None
 
     def state_dict(self) -> dict[str, Any]:
         """Where this rank stands behind the last optimizer step; what was prepared ahead of it counts as not drawn.

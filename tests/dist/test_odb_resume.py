@@ -122,7 +122,9 @@ def run(engine: Ddp, folder: Path, *, resumes: bool = False, stop_after: int | N
 
 
 @pytest.mark.parametrize(
-    ("make", "needs"), [(Ddp, "torch"), (Accelerate, "accelerate"), (Zero2, "deepspeed")], ids=["ddp", "accelerate", "zero2"]
+    ("make", "needs"),
+    [(Ddp, "torch"), (Accelerate, "accelerate"), (Zero2, "deepspeed")],
+    ids=["ddp", "accelerate", "zero2"],
 )
 def test_a_plain_loop_goes_on_within_an_epoch(make: Callable[[], Ddp], needs: str, tmp_path: Path) -> None:
     if importlib.util.find_spec(needs) is None:

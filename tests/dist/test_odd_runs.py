@@ -1,5 +1,6 @@
 """Runs that are legal, or wrong, in ways that are easily overlooked."""
 
+import itertools
 import os
 import re
 import subprocess
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 import orch
+from orch import odb
 from orch.comm.all_to_all import exchange_many
 from orch.comm.gather import RankFailedError
 from orch.comm.layout import Exchange, Layout, Rearrangement
@@ -279,3 +281,26 @@ def test_a_loader_iterated_anew_ends_the_iteration_before():
 def test_a_model_without_stages_is_told_of_its_encoders():
     with pytest.warns(UserWarning, match="No encoder of the model is a stage"):
         orch.orchestrate([], small_model(torch.float32, staged=False), topology=Topology(1))
+
+
+@pytest.mark.parametrize("num_batches", [2, 99])
+def test_a_state_between_epochs_is_of_the_epoch_that_was_set(num_batches):
+    model = small_model(torch.float32)
+    samples = [make_sample(model.config, i) for i in range(12)]
+
+    def make():
+        loader = odb.ODBDataLoader(samples, token_budget=20, layout="packed", shuffle=True)
+        return orch.orchestrate(loader, model, topology=Topology(1))
+
+    def train(loader, num_batches=99):
+        found = []
+        for batch in itertools.islice(loader, num_batches):
+            model(**batch)
+            found += [sample["id"] for sample in batch["orch"].samples]
+        return found
+
+    loader, resumed = make(), make()
+    first = train(loader, num_batches)
+    loader.set_epoch(7)
+    resumed.load_state_dict(loader.state_dict())
+    assert first != train(loader) == train(resumed)

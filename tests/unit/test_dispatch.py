@@ -65,7 +65,7 @@ def test_shared_suite(name, cost):
         assert bins.shape == problem.lengths.shape
         assert bins.dtype == np.int64
         assert np.all((bins >= 0) & (bins < problem.num_bins))
-        assert problem.largest_load(bins) <= problem.largest_load(problem.drawn)
+        assert problem.step_load(bins) <= problem.step_load(problem.drawn)
         assert problem.fits(bins)
         np.testing.assert_array_equal(bins, dispatch(problem, name))
 

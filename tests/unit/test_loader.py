@@ -159,3 +159,63 @@ def test_a_sample_that_is_skipped_at_the_resume_takes_its_rank_along() -> None:
     rest = list(resumed.groups("global"))
     assert sorted(sample_ids(rest[0])) == sorted(set(state["groups"][0]) - {left[1]})
     assert all(len(group.ranks) == len(group) for group in rest)
+
+
+def test_an_epoch_set_between_epochs_is_what_the_state_says() -> None:
+    def make_loader() -> odb.ODBDataLoader:
+        return odb.ODBDataLoader(Tokens(60), token_budget=300, shuffle=True, buffer_size=16)
+
+    def check_epoch_set(loader: odb.ODBDataLoader, epoch: int) -> None:
+        loader.set_epoch(epoch)
+        state, resumed = loader.state_dict(), make_loader()
+        assert [state[name] for name in ("epoch", "num_consumed", "num_rounds", "groups")] == [epoch, 0, 0, []]
+        resumed.load_state_dict(state)
+        assert read_groups(resumed) == read_groups(loader)
+
+    loader = make_loader()
+    check_epoch_set(loader, 3)
+    check_epoch_set(loader, 7)
+    for _ in loader:
+        break
+    assert loader.state_dict()["epoch"] == 8
+    assert loader.state_dict()["num_rounds"] == 1
+    check_epoch_set(loader, 1)
+
+
+def test_an_epoch_set_within_another_is_the_next() -> None:
+    loader = odb.ODBDataLoader(Tokens(60), token_budget=300)
+    for _ in loader:
+        loader.set_epoch(5)
+        assert loader.state_dict()["epoch"] == 0
+        assert loader.state_dict()["num_rounds"] > 0
+    assert loader.state_dict()["epoch"] == 5
+    groups = loader.groups()
+    next(groups)
+    loader.close()
+    assert next(groups, None) is None
+    assert loader.state_dict()["epoch"] == 5
+    assert loader.state_dict()["num_rounds"] == 1
+
+
+def test_an_iterator_says_that_its_loader_was_iterated_anew() -> None:
+    loader = odb.ODBDataLoader(Tokens(60), token_budget=300, buffer_size=16)
+    batches = iter(loader)
+    next(batches)
+    next(iter(loader))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="one iterator at a time, but was iterated anew before the epoch of"):
+            next(batches)
+
+
+def test_an_iterator_that_has_ended_or_is_given_up_stays_quiet() -> None:
+    loader = odb.ODBDataLoader(Tokens(60), token_budget=300, buffer_size=16)
+    ended, all_ids = loader.groups(), []
+    for group in ended:
+        all_ids += sample_ids(group)
+    closed = loader.groups()
+    next(closed)
+    closed.close()
+    for _ in loader.groups():
+        break
+    assert sorted(i for group in read_groups(loader) for i in group) == sorted(all_ids)
+    assert next(ended, None) is next(closed, None) is None
