@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from os import PathLike
@@ -42,10 +43,12 @@ class Topology:
     inter_node_us: float = 10.0
 
     def __post_init__(self) -> None:
-        if self.num_ranks < 1:
-            raise ValueError(f"`num_ranks` must be at least 1, but is {self.num_ranks} instead.")
-        if self.ranks_per_node is not None and self.ranks_per_node < 1:
-            raise ValueError(f"`ranks_per_node` must be at least 1, but is {self.ranks_per_node} instead.")
+        for name in ("num_ranks", "ranks_per_node"):
+            count = getattr(self, name)
+            if name == "ranks_per_node" and count is None:
+                continue
+            if not isinstance(count, numbers.Integral) or count < 1:
+                raise ValueError(f"`{name}` must be a whole number of at least 1, but is {count!r} instead.")
         for name in ("intra_node_gbps", "inter_node_gbps"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"`{name}` must be above 0, but is {getattr(self, name)} instead.")

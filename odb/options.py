@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, Literal, get_args
+
+from torch.utils.data import DataLoader
 
 from orch.odb.buffer import WindowSize
 from orch.odb.step_info import resolve_loss_scaling
@@ -32,6 +35,7 @@ def take_older_names(given: dict[str, Any], **current: Any) -> dict[str, Any]:
         `current` with what was given under older names, or in a `config`, in it.
 
     Raises:
+        TypeError: If torch's DataLoader does not know what is left.
         ValueError: If two names of the same thing disagree, no budget is given, or `max_patches` is.
     """
     resolved = dict(current)
@@ -48,6 +52,8 @@ def take_older_names(given: dict[str, Any], **current: Any) -> dict[str, Any]:
         given.pop(name, None)
     if given.pop("max_patches", 0) or getattr(config, "max_patches", 0):
         raise ValueError("`max_patches` must be 0 (count patches in `length_fn`), but is not.")
+    if unknown := sorted(set(given) - set(inspect.signature(DataLoader).parameters)):
+        raise TypeError(f"`ODBDataLoader` and torch's `DataLoader` have no arguments {unknown}.")
     if resolved["token_budget"] is None:
         raise ValueError("`token_budget` must be given, but is None instead.")
     resolved["join"] = True if resolved["join"] is None else resolved["join"]

@@ -44,7 +44,7 @@ def balance(
     """
     cost = cost if cost is not None else PackedCost()
     check_dispatcher(dispatcher, cost)
-    if max_tokens is not None and max_tokens < 1:
+    if max_tokens is not None and not max_tokens >= 1:
         raise ValueError(f"`max_tokens` must be at least 1, but is {max_tokens} instead.")
     length = as_counts("lengths", lengths)
     home_rank = as_ranks("home", home, len(length), topology)

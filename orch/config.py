@@ -38,7 +38,7 @@ class StageConfig:
     def __post_init__(self) -> None:
         if self.layout not in BATCH_LAYOUTS:
             raise ValueError(f"`layout` must be one of {BATCH_LAYOUTS}, but is {self.layout!r} instead.")
-        if self.max_tokens is not None and self.max_tokens < 1:
+        if self.max_tokens is not None and not self.max_tokens >= 1:
             raise ValueError(f"`max_tokens` must be at least 1, but is {self.max_tokens} instead.")
         if self.row_bytes < 0:
             raise ValueError(f"`row_bytes` must not be negative, but is {self.row_bytes} instead.")

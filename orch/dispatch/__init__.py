@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from orch.comm.topology import IntArray
-from orch.cost import AdditiveCost, PaddedLikeCost, is_additive, sum_by_bin
+from orch.cost import AdditiveCost, PaddedCost, PaddedLikeCost, is_additive, sum_by_bin
 from orch.dispatch.binary_search import dispatch_binary_search
 from orch.dispatch.bounds import least_load
 from orch.dispatch.greedy import dispatch_greedy
@@ -59,7 +59,9 @@ def check_dispatcher(dispatcher: str, cost: object) -> None:
     if dispatcher == "greedy" and not is_additive(cost):
         raise ValueError(f"`cost` must be additive for 'greedy', but is {cost} instead.")
     if dispatcher == "binary_search" and not isinstance(cost, PaddedLikeCost):
-        raise ValueError(f"`cost` must have a padded part for 'binary_search', but is {cost} instead.")
+        raise ValueError(
+            f"`cost` must have a padded part for 'binary_search', as PaddedCost has, but is {cost} instead."
+        )
 
 
 def dispatch(problem: DispatchProblem, dispatcher: str, *, placement: bool = True) -> IntArray:
@@ -137,9 +139,14 @@ def _is_as_good(problem: DispatchProblem, bins: IntArray, other: IntArray) -> bo
 
 
 def _under_the_cap(problem: DispatchProblem, dispatcher: str, dealt: IntArray) -> IntArray:
-    """The algorithm's layout; where an additive cost piles up too many tokens, for a cost tilted towards tokens."""
-    if problem.fits(dealt) or dispatcher == "none" or not is_additive(problem.cost):
+    """The algorithm's layout; where it piles up too many tokens, that for a cost tilted towards tokens.
+
+    Of padded batches the one with the fewest tokens is known: where it does not fit, nothing does.
+    """
+    if problem.fits(dealt) or dispatcher == "none":
         return dealt
+    if not is_additive(problem.cost):
+        return min(dealt, dispatch_binary_search(replace(problem, cost=PaddedCost())), key=problem.largest_batch)
     for quarters in range(1, 5):
         tilted = DISPATCHERS[dispatcher](replace(problem, cost=_TiltedCost(problem.cost, quarters)))
         if problem.fits(tilted):

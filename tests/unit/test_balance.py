@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import orch
 from orch.bounds import LowerBounds
-from orch.cost import PackedCost, PaddedCost
+from orch.cost import PackedCost, PaddedCost, RectangleFrontCost
 from tests.unit.planning import LENGTHS, arrays, topologies
 
 
@@ -53,6 +53,29 @@ def test_a_target_is_a_whole_number_of_the_costs_units(target):
         orch.lower_bounds([3, 4], [0, 1], orch.Topology(2), target=target)
 
 
+@pytest.mark.parametrize("dispatcher", ["local", "binary_search"])
+@pytest.mark.parametrize(
+    "cost", [PaddedCost(), PaddedCost(2.0, 1.0, 0.5), RectangleFrontCost(0.3, 1.0, 1.0, 0.1)], ids=str
+)
+def test_padded_batches_meet_every_cap_that_can_be_met(cost, dispatcher):
+    rng = np.random.default_rng(0)
+    for _ in range(60):
+        num_ranks, size = int(rng.integers(2, 4)), int(rng.integers(2, 7))
+        topology, lengths = orch.Topology(num_ranks, 1), rng.integers(1, 10, size)
+        home = rng.integers(num_ranks, size=size)
+        layouts = itertools.product(range(num_ranks), repeat=size)
+        least = min(_largest_padded(lengths, np.array(ranks)) for ranks in layouts)
+        ranks = orch.balance(lengths, home, topology, cost=cost, dispatcher=dispatcher, max_tokens=least)
+        assert _largest_padded(lengths, ranks) == least
+        if least > 1:
+            with pytest.raises(ValueError, match=f"`max_tokens` must be at least {least} for these lengths"):
+                orch.balance(lengths, home, topology, cost=cost, dispatcher=dispatcher, max_tokens=least - 1)
+
+
+def _largest_padded(lengths, ranks):
+    return max(int(lengths[ranks == rank].max() * (ranks == rank).sum()) for rank in set(ranks.tolist()))
+
+
 def test_max_tokens():
     lengths, home, topology = [6, 6, 4, 4], [0, 0, 1, 1], orch.Topology(2)
     ranks = orch.balance(lengths, home, topology, max_tokens=10)
@@ -73,6 +96,7 @@ def test_max_tokens():
         ({"home": [0, 5]}, "`home` must be below 2, but reaches 5 instead"),
         ({"sizes": [1]}, r"`sizes` must be a vector of 2, but has shape \(1,\) instead"),
         ({"dispatcher": "magic"}, "`dispatcher` must be one of .*, but is 'magic' instead"),
+        ({"max_tokens": float("nan")}, "`max_tokens` must be at least 1, but is nan instead"),
         ({"max_tokens": 0}, "`max_tokens` must be at least 1, but is 0 instead"),
         ({"cost": PaddedCost(), "dispatcher": "greedy"}, "`cost` must be additive for 'greedy'"),
         ({"dispatcher": "binary_search"}, "`cost` must have a padded part"),

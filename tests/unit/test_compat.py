@@ -89,3 +89,10 @@ def test_apply_refuses_batches_formed_elsewhere() -> None:
         odb.apply(DataLoader(Tokens(), batch_size=4), 200)
     with pytest.raises(ValueError, match="batch size 1"):
         odb.apply(DataLoader(Tokens(), batch_sampler=[[0, 1], [2]]), 200)
+
+
+@pytest.mark.parametrize("given", [{"token_buget": 512}, {"token_budget": 512, "shufle": True}])
+def test_misspelt_arguments_are_named(given):
+    (misspelt,) = set(given) - {"token_budget"}
+    with pytest.raises(TypeError, match=misspelt):
+        odb.ODBDataLoader([1, 2], **given)

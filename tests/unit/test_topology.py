@@ -140,3 +140,9 @@ def test_topology_is_held_against_hosts():
         check_topology(Topology(2, 1), ["a", "a"])
     with pytest.raises(ValueError, match="`topology` must have 3 ranks, but has 2"):
         check_topology(Topology(2), ["a", "a", "a"])
+
+
+@pytest.mark.parametrize("counts", [(2.5,), ("4",), (4, 3.0), (4, 0), (0,)])
+def test_counts_are_whole_numbers(counts):
+    with pytest.raises(ValueError, match=r"`(num_ranks|ranks_per_node)` must be a whole number of at least 1, but is"):
+        Topology(*counts)
