@@ -157,7 +157,7 @@ def test_topology_numbers_nodes(topology, nodes, sizes):
 
 @pytest.mark.parametrize("wrong", [{"num_ranks": 0}, {"num_ranks": 2, "ranks_per_node": 0}])
 def test_topology_refuses_counts_below_one(wrong):
-    with pytest.raises(ValueError, match="must be at least 1, but is 0 instead"):
+    with pytest.raises(ValueError, match="must be a whole number of at least 1, but is 0 instead"):
         Topology(**wrong)
 
 
