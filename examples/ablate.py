@@ -19,12 +19,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
-from engines import wrap_ddp
 from omni.tokenizer import train_tokenizer
 from part_times import PartTimes, least, pin_thread
 from reporting import print_ablation
 from tiny_omni import tiny_thinker_config
-from train_omni import make_dataset, make_model, make_parser
+from torch.nn.parallel import DistributedDataParallel
+from training import make_dataset, make_model, make_parser
 
 import orch
 from orch import odb
@@ -175,7 +175,7 @@ def run(args: Namespace) -> dict[str, Any]:
     model = make_model(args, config, torch.device("cpu"))
     drawn = [sample for group in groups for sample in group][:NUM_CALIBRATION_SAMPLES]
     costs = orch.calibrate(model, drawn, layout=args.layout)
-    parts, engine = PartTimes(model), wrap_ddp(model)
+    parts, engine = PartTimes(model), DistributedDataParallel(model)
     topology = orch.Topology(dist.get_world_size(), args.ranks_per_node)
     loaders = {
         name: orch.orchestrate(

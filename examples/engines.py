@@ -1,6 +1,7 @@
-"""The engines that the examples wrap a model in: DDP, FSDP2, and DeepSpeed ZeRO-1 to ZeRO-3, on GPUs or on CPUs.
+"""What a training loop does with a model that an engine has wrapped: DDP, FSDP2, or DeepSpeed ZeRO-1 to ZeRO-3.
 
-All that differs between engines is here; a training loop calls `wrap_engine` and then knows no more which one it has.
+`train_ddp.py`, `train_fsdp2.py` and `train_deepspeed.py` show how each wraps; after that a loop knows no more which
+engine it has.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ import json
 import os
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,39 +18,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-ENGINES = ("ddp", "fsdp2", "zero1", "zero2", "zero3")
-
 
 def make_optimizer(model: nn.Module, lr: float) -> torch.optim.Optimizer:
     """AdamW over what is trained."""
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr, weight_decay=0.01)
-
-
-def wrap_ddp(model: nn.Module) -> DistributedDataParallel:
-    """DDP, on this process's GPU if there is one."""
-    device = next(model.parameters()).device
-    return DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None)
-
-
-def wrap_fsdp2(model: nn.Module, compute_dtype: torch.dtype | None = None, units: Sequence[nn.Module] = ()) -> Any:
-    """FSDP2 over the default process group: the blocks of the encoders and of the LLM, then all that is left.
-
-    Args:
-        model: The model; it is sharded in place.
-        compute_dtype: Of parameters in forward and backward, such as bfloat16; as they are if not given.
-        units: What is gathered on its own besides the blocks, such as whole encoders.
-    """
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    device = next(model.parameters()).device
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32 if compute_dtype else None)
-    blocks = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    for module in (*blocks, *units):
-        fully_shard(module, mesh=mesh, mp_policy=precision)
-    return fully_shard(model, mesh=mesh, mp_policy=precision)
 
 
 def prepare_deepspeed() -> Any:
@@ -66,21 +37,17 @@ def prepare_deepspeed() -> Any:
     return deepspeed
 
 
-def wrap_zero(
-    model: nn.Module, optimizer: torch.optim.Optimizer, accumulate: int, clip: float = 0.0, **zero: Any
-) -> Any:
-    """A DeepSpeed ZeRO engine over the default process group.
+def make_zero_config(model: nn.Module, accumulate: int, clip: float = 0.0, **zero: Any) -> dict[str, Any]:
+    """DeepSpeed's configuration.
 
     Args:
-        model: The model.
-        optimizer: Over what is trained.
+        model: The model; computes in bfloat16 if it is in bfloat16.
         accumulate: K, micro-steps of an optimizer step.
         clip: The largest norm of a gradient; 0 for any.
-        **zero: Options of "zero_optimization" in DeepSpeed's configuration, such as `stage`, which is 2 if not given.
+        **zero: Options of "zero_optimization", such as `stage`, which is 2 if not given.
     """
-    deepspeed = prepare_deepspeed()
     dtype = next(model.parameters()).dtype
-    config = {
+    return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": accumulate,
         "gradient_clipping": clip,
@@ -88,8 +55,22 @@ def wrap_zero(
         "zero_optimization": {"stage": 2, "overlap_comm": torch.cuda.is_available(), **zero},
         "zero_allow_untested_optimizer": True,
     }
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)
-    return engine
+
+
+def read_zero_options(path: Path, stage: int) -> dict[str, Any]:
+    """What `make_zero_config` takes from a file of DeepSpeed's: "zero_optimization" and "gradient_clipping".
+
+    Raises:
+        ValueError: If the file is for another stage.
+    """
+    config = json.loads(path.read_text())
+    zero = dict(config["zero_optimization"])
+    if zero.setdefault("stage", stage) != stage:
+        raise ValueError(f"`zero_optimization` of {path} must be of stage {stage}, but is of {zero['stage']} instead.")
+    del zero["stage"]
+    if not torch.cuda.is_available():
+        zero["overlap_comm"] = False
+    return {"clip": config.get("gradient_clipping", 0.0), **zero}
 
 
 class Engine(ABC):
@@ -121,9 +102,9 @@ class Engine(ABC):
 class DdpEngine(Engine):
     """DDP with an optimizer of its own; only the last micro-step of a step reduces gradients."""
 
-    def __init__(self, model: nn.Module, lr: float) -> None:
-        self.module = wrap_ddp(model)
-        self._optimizer = make_optimizer(model, lr)
+    def __init__(self, ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
+        self.module = ddp
+        self._optimizer = optimizer
 
     def forward_backward(self, batch: dict[str, Any], is_last: bool) -> torch.Tensor:
         """The loss of one micro-step, its gradients added up; `is_last` if the optimizer steps afterwards."""
@@ -152,18 +133,11 @@ class DdpEngine(Engine):
 
 
 class Fsdp2Engine(Engine):
-    """FSDP2 with an optimizer of its own; only the last micro-step of a step reduces gradients.
+    """FSDP2 with an optimizer of its own; only the last micro-step of a step reduces gradients."""
 
-    A model in bfloat16 is kept in float32 and computes in bfloat16.
-    """
-
-    def __init__(self, model: nn.Module, lr: float, units: Sequence[nn.Module] = ()) -> None:
-        compute_dtype = next(model.parameters()).dtype
-        if compute_dtype == torch.bfloat16:
-            for parameter in model.parameters():
-                parameter.data = parameter.data.float()
-        self.module = wrap_fsdp2(model, compute_dtype if compute_dtype == torch.bfloat16 else None, units)
-        self._optimizer = make_optimizer(model, lr)
+    def __init__(self, module: Any, optimizer: torch.optim.Optimizer) -> None:
+        self.module = module
+        self._optimizer = optimizer
 
     def forward_backward(self, batch: dict[str, Any], is_last: bool) -> torch.Tensor:
         """The loss of one micro-step, its gradients added up; `is_last` if the optimizer steps afterwards."""
@@ -198,8 +172,8 @@ class Fsdp2Engine(Engine):
 class ZeroEngine(Engine):
     """DeepSpeed ZeRO, which knows by itself (from orch) when a step ends."""
 
-    def __init__(self, model: nn.Module, lr: float, accumulate: int, **zero: Any) -> None:
-        self.module = wrap_zero(model, make_optimizer(model, lr), accumulate, **zero)
+    def __init__(self, engine: Any) -> None:
+        self.module = engine
 
     def forward_backward(self, batch: dict[str, Any], is_last: bool) -> torch.Tensor:
         """The loss of one micro-step, its gradients added up; `is_last` if the optimizer steps afterwards."""
@@ -222,39 +196,3 @@ class ZeroEngine(Engine):
         path, _ = self.module.load_checkpoint(str(folder))
         if path is None:
             raise ValueError(f"`{folder}` must hold a checkpoint of DeepSpeed, but holds none.")
-
-
-def read_zero_options(path: Path, stage: int) -> dict[str, Any]:
-    """What `wrap_zero` takes from a file of DeepSpeed's configuration: "zero_optimization" and "gradient_clipping".
-
-    Raises:
-        ValueError: If the file is for another stage.
-    """
-    config = json.loads(path.read_text())
-    zero = dict(config["zero_optimization"])
-    if zero.setdefault("stage", stage) != stage:
-        raise ValueError(f"`zero_optimization` of {path} must be of stage {stage}, but is of {zero['stage']} instead.")
-    del zero["stage"]
-    if not torch.cuda.is_available():
-        zero["overlap_comm"] = False
-    return {"clip": config.get("gradient_clipping", 0.0), **zero}
-
-
-def wrap_engine(
-    name: str, model: nn.Module, lr: float, accumulate: int, config: Path | None = None, **options: Any
-) -> Engine:
-    """The engine of that name, one of `ENGINES`, around a model; it may have options of its own.
-
-    Raises:
-        ValueError: If `config`, a file of DeepSpeed's configuration, is given for another engine or stage.
-    """
-    if config is not None and not name.startswith("zero"):
-        raise ValueError(f"`config` must be None for the engine {name!r}, but is {config} instead.")
-    if name == "ddp":
-        return DdpEngine(model, lr)
-    if name == "fsdp2":
-        return Fsdp2Engine(model, lr, **options)
-    stage = int(name.removeprefix("zero"))
-    return ZeroEngine(
-        model, lr, accumulate, stage=stage, **(read_zero_options(config, stage) if config else {}), **options
-    )

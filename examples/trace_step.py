@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from ablate import Recorded, record
-from engines import wrap_ddp
 from omni.tokenizer import train_tokenizer
 from tiny_omni import tiny_thinker_config
+from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import _ExperimentalConfig, profile, record_function
-from train_omni import make_model, make_parser
+from training import make_model, make_parser
 
 import orch
 
@@ -123,7 +123,7 @@ def run(args: Namespace) -> None:
     config = tiny_thinker_config(tokenizer.vocab_size)
     more = Namespace(**{**vars(args), "steps": args.steps + NUM_AHEAD})
     groups = Recorded(record(more, tokenizer, config), args.layout)
-    engine = wrap_ddp(make_model(args, config, torch.device("cpu")))
+    engine = DistributedDataParallel(make_model(args, config, torch.device("cpu")))
     topology = orch.Topology(dist.get_world_size(), args.ranks_per_node) if args.ranks_per_node else None
     for balance in BALANCES:
         loader = orch.orchestrate(groups, engine, balance=balance, topology=topology, prefetch=1)

@@ -49,5 +49,5 @@ class Choices:
             raise ValueError(f"`topology` must have {num_ranks} ranks, but has {self.topology.num_ranks} instead.")
 
     def by_name(self) -> dict[str, Any]:
-        """All of them, by name."""
-        return {spec.name: getattr(self, spec.name) for spec in fields(self)}
+        """All of them, by name, as in a message."""
+        return {f"`{spec.name}`": getattr(self, spec.name) for spec in fields(self)}

@@ -16,8 +16,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from orch import __version__
-from orch.alike import check_alike, told
 from orch.choices import Choices
+from orch.comm.alike import check_alike, told
 from orch.comm.groups import Group, get_rank, get_world_size, new_cpu_group, new_node_groups
 from orch.comm.hosts import discover_topology
 from orch.comm.liveness import Liveness, LivenessConfig
@@ -122,7 +122,8 @@ def make_setup(
     with liveness.guard("set up"):
         integers = new_cpu_group(info.group, timeout_s=timeout_s)
         adapters = {name: type(stage.adapter).__name__ for name, stage in stages.items()}
-        check_alike({"version": __version__, **choices.by_name(), "stages": adapters}, integers)
+        settings = {"the version of orch": __version__, **choices.by_name(), "the adapter of each stage": adapters}
+        check_alike("`orch.orchestrate`", settings, integers, label="choices")
         topology = choices.topology or discover_topology(integers)
         parcels = _with_hops(integers, topology, choices.exchange, timeout_s)
         rows = _with_hops(_rows_group(info.group, timeout_s), topology, choices.exchange, timeout_s)

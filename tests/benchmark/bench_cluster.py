@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from ablate import Recorded, record
 from omni.tokenizer import train_tokenizer
 from tiny_omni import tiny_thinker_config
-from train_omni import make_model, make_parser
+from training import make_model, make_parser
 
 import orch
 from tests.cluster import Cluster, NotPermittedError, link_bytes

@@ -32,7 +32,7 @@ from ablate import Recorded, record
 from bench_cluster import forward_backward, planned_rows
 from omni.tokenizer import train_tokenizer
 from tiny_omni import tiny_thinker_config
-from train_omni import make_model, make_parser
+from training import make_model, make_parser
 
 import orch
 from orch.comm import all_to_all

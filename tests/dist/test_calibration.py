@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 import orch
 from orch import calibration
-from orch.alike import told
+from orch.comm.alike import told
 from orch.cost import PackedCost, PaddedCost
 from tests.omni import make_sample, small_model
 from tests.ranks import run_ranks
@@ -143,8 +143,9 @@ def test_a_cost_model_of_ones_own_is_alike_on_all_ranks_if_it_says_the_same():
     outcomes = run_ranks(run, 2, timeout_s=120)
     assert outcomes[0] == outcomes[1]
     assert outcomes[0][0] == 1
-    assert "but rank 1 has costs={'llm': OwnCost(" in outcomes[0][1]
-    assert "rate=3)} where rank 0 has costs={'llm': OwnCost(" in outcomes[0][1]
+    assert "but `costs` is {'llm': OwnCost(" in outcomes[0][1]
+    assert "rate=2)} on rank 0 and {'llm': OwnCost(" in outcomes[0][1]
+    assert outcomes[0][1].endswith("rate=3)} on rank 1 instead.")
 
 
 def test_values_are_told_without_addresses():

@@ -11,6 +11,9 @@ import engines
 import pytest
 import torch
 
+import train_omni
+from training import make_parser, train
+
 import orch
 from orch import odb
 from orch.comm.collective_log import CollectiveLog
@@ -90,6 +93,12 @@ class Case:
         return 500 if self.mode.startswith("compiled") else 250
 
 
+def options_of_run(engine_name, accumulate, *more):
+    """What `wrap` takes, for an engine by name."""
+    options = ["--engine", engine_name, "--accumulate", str(accumulate), *more]
+    return make_parser("", train_omni.ENGINES).parse_args(options)
+
+
 def build(engine_name, case):
     model = small_model(case.dtype)
     MODES[case.mode](model)
@@ -97,7 +106,7 @@ def build(engine_name, case):
     if case.all_sharded:
         towers = [model.model.visual, model.model.audio_tower]
         options = {"fsdp2": {"units": towers}, "zero3": {"stage3_param_persistence_threshold": 0}}.get(engine_name, {})
-    return model, engines.wrap_engine(engine_name, model, lr=0.0, accumulate=case.accumulate, **options)
+    return model, train_omni.wrap(model, options_of_run(engine_name, case.accumulate, "--lr", "0"), **options)
 
 
 def full_gradient(parameter, engine):
@@ -205,7 +214,7 @@ class Run:
 
     def __init__(self, engine_name, accumulate):
         model = small_model(torch.float32)
-        self.engine = engines.wrap_engine(engine_name, model, lr=1e-2, accumulate=accumulate)
+        self.engine = train_omni.wrap(model, options_of_run(engine_name, accumulate, "--lr", "1e-2"))
         kinds = [BOTH, TEXT, IMAGE, AUDIO, TEXT, IMAGE, AUDIO] * (NUM_SAMPLES // 7)
         samples = draw(model.config, [[kinds]])[0][0]
         loader = odb.ODBDataLoader(samples, token_budget=50, layout="packed", shuffle=True)
@@ -257,17 +266,35 @@ def test_a_stopped_run_resumes_its_loss_curve(engine, tmp_path):
     assert sorted(names) == sorted(f"s{i}" for i in range(NUM_SAMPLES))
 
 
-def test_the_training_script_has_one_loss_curve_under_every_engine():
-    names = [name for name in engines.ENGINES if DEEPSPEED or not name.startswith("zero")]
-    options = "--steps 2 --samples 40 --max-pixels 12544 --token-budget 192 --num-workers 0 --accumulate 2"
+def train_recorded(engine_name, *options):
+    """The loss of each step under a script's wrap, and the rows that this rank trained on in each micro-step."""
+    rows = []
 
-    def run():
-        import train_omni
+    def wrap(model, args):
+        engine = train_omni.WRAPS[engine_name](model, args)
+        forward_backward = engine.forward_backward
 
-        parser = train_omni.make_parser("")
-        return [train_omni.train(parser.parse_args([*options.split(), "--engine", name]))["loss"] for name in names]
+        def record(batch, is_last):
+            rows.append([int(sample["row"]) for sample in batch["orch"].samples])
+            return forward_backward(batch, is_last)
 
-    for losses, *others in run_ranks(run, 2, timeout_s=200):
-        assert len(losses) == 2
-        assert losses[1] < losses[0]
-        assert all(other == pytest.approx(losses, rel=1e-5) for other in others)
+        engine.forward_backward = record
+        return engine
+
+    return train(options_of_run(engine_name, 2, *options), wrap)["loss"], rows
+
+
+def test_the_scripts_train_the_same_samples_to_the_same_losses():
+    """The wraps of `train_ddp.py`, `train_fsdp2.py` and `train_deepspeed.py`, the last with each stage of ZeRO."""
+    names = [name for name in train_omni.ENGINES if DEEPSPEED or not name.startswith("zero")]
+    options = "--steps 3 --samples 80 --max-pixels 12544 --token-budget 192 --num-workers 0".split()
+    results = run_ranks(lambda: [train_recorded(name, *options) for name in names], 2, timeout_s=200)
+    for (losses, rows), *others in results:
+        assert len(losses) == 3
+        assert losses[-1] < losses[0]
+        assert len(rows) == 6
+        for other_losses, other_rows in others:
+            assert other_rows == rows
+            assert other_losses == pytest.approx(losses, rel=1e-6)  # measured: equal bit for bit
+    trained = [row for (_, rows), *_ in results for row in chain(*rows)]
+    assert len(trained) == len(set(trained)) > 6

@@ -7,13 +7,16 @@ from itertools import chain, product
 
 import pytest
 import torch
-from engines import make_optimizer, prepare_deepspeed, wrap_ddp, wrap_zero
+from engines import make_optimizer, prepare_deepspeed
+from torch.nn.parallel import DistributedDataParallel
 
 import orch
 from orch import odb
 from orch.comm.topology import Topology
 from tests.omni import largest_error, make_sample, reference_gradients, small_model
 from tests.ranks import run_ranks
+from tests.zero import wrap_zero
+
 
 TEXT, IMAGE, AUDIO, BOTH = (
     lambda config, seed: make_sample(config, seed, num_text=6 + seed % 5),
@@ -100,7 +103,7 @@ def run_step(case, groups):
     """Gradients and loss of one step as the engine has them."""
     rank, num_ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
     model = small_model(case.dtype, case.layout)
-    ddp = wrap_ddp(model) if case.engine == "ddp" else None
+    ddp = DistributedDataParallel(model) if case.engine == "ddp" else None
     engine = ddp or wrap_zero(model, make_optimizer(model, 1e-3), case.accumulate)
     loader = orch.orchestrate(
         Groups(groups[rank]),
@@ -220,7 +223,7 @@ def test_groups_over_all_ranks(layout):
         errors = []
         for balance in BALANCES:
             model = small_model(layout=layout)
-            ddp, rank = wrap_ddp(model), torch.distributed.get_rank()
+            ddp, rank = DistributedDataParallel(model), torch.distributed.get_rank()
             mine = [range(8), range(8, 16), (), ()][rank]
             loader = odb.ODBDataLoader(samples, token_budget=60, layout=layout, sampler=mine, buffer_size=4)
             loader = orch.orchestrate(loader, ddp, balance=balance, accumulate=100, timeout_s=50)

@@ -103,7 +103,9 @@ def test_zero2_sees_parameters_in_one_order_on_all_ranks():
 def zero2_errors(name):
     """In single precision, the error of each parameter's gradient relative to its own largest, by step."""
     from deepspeed.utils import safe_get_full_grad
-    from engines import make_optimizer, wrap_zero
+    from engines import make_optimizer
+
+    from tests.zero import wrap_zero
 
     rank, found = torch.distributed.get_rank(), {}
     for step in STEPS:

@@ -20,7 +20,7 @@ ACCUMULATE = 2
 
 def train_an_epoch(grouping: str) -> tuple[list[list[int]], list[float], int]:
     """The samples of each micro-step, the weights afterwards, and the micro-steps of the last optimizer step."""
-    from engines import wrap_zero
+    from tests.zero import wrap_zero
 
     model = tiny_model()
     engine = wrap_zero(model, torch.optim.SGD(model.parameters(), lr=0.1), ACCUMULATE)

@@ -83,7 +83,7 @@ class Zero2(Ddp):
     divisor = ACCUMULATE
 
     def __init__(self) -> None:
-        from engines import wrap_zero
+        from tests.zero import wrap_zero
 
         self.bare = tiny_model()
         self.model = wrap_zero(self.bare, torch.optim.SGD(self.bare.parameters(), lr=0.1), ACCUMULATE)

@@ -12,6 +12,8 @@ from pathlib import Path
 import engines
 import pytest
 import torch
+import train_omni
+from training import make_parser
 
 from orch.comm.topology import Topology
 from tests.cluster import Cluster, NotPermittedError
@@ -113,8 +115,9 @@ def test_zero_options_of_a_file(tmp_path):
     assert options["overlap_comm"] == torch.cuda.is_available()
     with pytest.raises(ValueError, match="must be of stage 3, but is of 2"):
         engines.read_zero_options(path, 3)
-    with pytest.raises(ValueError, match="`config` must be None for the engine 'ddp'"):
-        engines.wrap_engine("ddp", torch.nn.Linear(1, 1), 1e-3, 1, path)
+    args = make_parser("", train_omni.ENGINES).parse_args(["--engine", "ddp", "--engine-config", str(path)])
+    with pytest.raises(ValueError, match="`--engine-config` must be left out for ddp"):
+        train_omni.wrap(torch.nn.Linear(1, 1), args)
 
 
 def test_the_example_trains_under_deepspeeds_launcher_with_these_options(tmp_path):

@@ -1,4 +1,4 @@
-"""The example, run as a user runs it: through torchrun, its report read back."""
+"""The examples, run as a user runs them: through torchrun, their reports read back."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ STAGE_KEYS = {
 SMALL = ("--samples", "200", "--max-pixels", "12544", "--token-budget", "256", "--steps", "6", "--lr", "5e-3")
 
 
-def torchrun(num_ranks, *arguments, limit_s=200):
-    """Runs the example; returns the finished process, its output and errors as text."""
+def torchrun(num_ranks, *arguments, script="train_omni.py", limit_s=200):
+    """Runs an example; returns the finished process, its output and errors as text."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    command += [str(ROOT / "examples" / "train_omni.py"), *map(str, arguments)]
+    command += [str(ROOT / "examples" / script), *map(str, arguments)]
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit_s, check=False)
 
 
-def report_of(folder, num_ranks, *arguments):
+def report_of(folder, num_ranks, *arguments, script="train_omni.py"):
     """The report of a run that must succeed, and what it printed."""
     path = folder / "report.json"
-    done = torchrun(num_ranks, *arguments, "--report", path)
+    done = torchrun(num_ranks, *arguments, "--report", path, script=script)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(path.read_text()), done.stdout + done.stderr
 
@@ -100,10 +100,11 @@ def test_the_tables_say_what_the_report_says(generated):
 
 def test_the_same_seed_gives_the_same_losses_bit_for_bit():
     def run():
-        import train_omni
+        import train_ddp
+        from training import make_parser, train
 
-        options = train_omni.make_parser("").parse_args([*SMALL, "--steps", "4", "--ranks-per-node", "2"])
-        return [train_omni.train(options) for _ in range(2)]
+        options = make_parser("").parse_args([*SMALL, "--steps", "4", "--ranks-per-node", "2"])
+        return [train(options, train_ddp.wrap) for _ in range(2)]
 
     for first, second in run_ranks(run, 4, timeout_s=150):
         assert len(first["loss"]) == 4
@@ -112,16 +113,17 @@ def test_the_same_seed_gives_the_same_losses_bit_for_bit():
 
 
 def test_another_launch_with_the_same_seed_gives_the_same_losses_bit_for_bit(generated, tmp_path):
+    """By the script of the family, where the first was by the one that chooses."""
     first, _ = generated
-    again, _ = report_of(tmp_path, 4, *SMALL, "--ranks-per-node", 2, "--steps", 2)
+    again, _ = report_of(tmp_path, 4, *SMALL, "--ranks-per-node", 2, "--steps", 2, script="train_ddp.py")
     assert len(again["loss"]) == 2
     assert again["loss"] == first["loss"][:2]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
 def test_zero2_with_accumulation_and_padding(tmp_path):
-    options = ("--engine", "zero2", "--accumulate", 2, "--layout", "padded", "--steps", 4)
-    report, _ = report_of(tmp_path, 2, *SMALL, *options)
+    options = ("--accumulate", 2, "--layout", "padded", "--steps", 4)
+    report, _ = report_of(tmp_path, 2, *SMALL, *options, script="train_deepspeed.py")
     assert len(report["loss"]) == 4
     assert report["loss"][-1] < report["loss"][0]
     assert report["samples_trained"] == report["samples_unique"] > 0
@@ -131,12 +133,13 @@ def test_a_stopped_run_is_resumed(tmp_path):
     """The second run ends the first one's epoch, then trains another; both together are as one run."""
 
     def run():
-        import train_omni
+        import train_ddp
+        from training import make_parser, train
 
         options = "--samples 30 --max-pixels 12544 --token-budget 192 --num-workers 0 --accumulate 2 --epochs 2"
-        parser, folder = train_omni.make_parser(""), str(tmp_path / "saved")
+        parser, folder = make_parser(""), str(tmp_path / "saved")
         runs = [], ["--steps", "2", "--save", folder], ["--resume", folder]
-        return [train_omni.train(parser.parse_args([*options.split(), *more])) for more in runs]
+        return [train(parser.parse_args([*options.split(), *more]), train_ddp.wrap) for more in runs]
 
     for whole, stopped, resumed in run_ranks(run, 2, timeout_s=100):
         assert len(stopped["loss"]) == 2 < len(whole["loss"]) - 2
@@ -188,7 +191,7 @@ def _hard(orch_data, case):
 
 
 def test_conversations_and_a_limit_of_length(orch_data, tmp_path):
-    """Pictures of the collection, where its records say that they are; one record's text is too long and is cut."""
+    """Pictures of the collection, where their records say; one record's text is too long and is cut. Under FSDP2."""
     source = orch_data / "real" / "qwen3_vl"
     records = json.loads((source / "single_images.json").read_text())
     turns = [{"from": "human", "value": "Go on."}, {"from": "gpt", "value": "on " * 400}]
@@ -198,7 +201,7 @@ def test_conversations_and_a_limit_of_length(orch_data, tmp_path):
     (tmp_path / "demo").mkdir()
     (tmp_path / "demo" / "images").symlink_to(source / "images")
     limits = ("--max-length", 200, "--token-budget", 250, "--max-pixels", 40000, "--epochs", 2)
-    report, _ = report_of(tmp_path, 2, "--data", tmp_path / "records.json", *limits)
+    report, _ = report_of(tmp_path, 2, "--data", tmp_path / "records.json", *limits, script="train_fsdp2.py")
     assert report["samples_unique"] == len(records) + 2
     assert report["samples_trained"] == 2 * report["samples_unique"]
     assert report["stages"]["vision"]["num_items"] == 2 * (len(records) + 1)

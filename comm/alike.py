@@ -1,10 +1,11 @@
-"""Ranks that were set up differently are told so at the start, before they wait for each other in vain."""
+"""Ranks that were set up differently are told so before they wait for each other in vain, or train on wrong samples."""
 
 from __future__ import annotations
 
+import json
 import numbers
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import fields, is_dataclass
 
@@ -14,7 +15,49 @@ from orch.comm.gather import gather_ragged
 from orch.comm.groups import get_global_ranks
 from orch.comm.hosts import decode_text, encode_text
 
+MAX_NAMED = 4
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+
+
+def check_alike(what: str, settings: Mapping[str, object], group: ProcessGroup | None, *, label: str) -> None:
+    """Compares what ranks are about to do; all of them call it.
+
+    Args:
+        what: What was set up, in words.
+        settings: Words for each setting, and its value, of which is compared what `told` says; strings are themselves.
+        group: A CPU (gloo) group; None for the world.
+        label: What it is for, in a `CollectiveLog`.
+
+    Raises:
+        ValueError: On all ranks alike, if any setting differs; names it, and who has which value.
+    """
+    own = json.dumps({name: value if isinstance(value, str) else told(value) for name, value in settings.items()})
+    texts = [decode_text(words) for words in gather_ragged(encode_text(own), group, label=label)]
+    told_in = {text: json.loads(text) for text in dict.fromkeys(texts)}
+    names = dict.fromkeys(name for values in told_in.values() for name in values)
+    values = {name: [told_in[text].get(name, "unknown") for text in texts] for name in names}
+    ranks = get_global_ranks(group)
+    wrong = [f"{name} is {_by_rank(found, ranks)}" for name, found in values.items() if len(set(found)) > 1]
+    if wrong:
+        raise ValueError(f"{what} must be set up alike on all ranks, but {'; '.join(wrong)} instead.")
+
+
+def _by_rank(values: Sequence[str], ranks: Sequence[int]) -> str:
+    """Which ranks have which value, that of the lowest rank first."""
+    having: dict[str, list[int]] = {}
+    for value, rank in zip(values, ranks, strict=True):
+        having.setdefault(value, []).append(rank)
+    words = [f"{value} on {_named(of_value)}" for value, of_value in having.items()]
+    if len(words) > MAX_NAMED:
+        words = [*words[:MAX_NAMED], f"{len(words) - MAX_NAMED} other values elsewhere"]
+    return f"{', '.join(words[:-1])} and {words[-1]}"
+
+
+def _named(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    more = f" and {len(ranks) - MAX_NAMED} more" if len(ranks) > MAX_NAMED else ""
+    return f"ranks {list(ranks[:MAX_NAMED])}{more}"
 
 
 def told(value: object, *, within: tuple[int, ...] = ()) -> str:
@@ -59,29 +102,3 @@ def _attributes(value: object) -> dict[str, object]:
     names = [name for of_kind in slots for name in ([of_kind] if isinstance(of_kind, str) else of_kind)]
     found = {name: getattr(value, name) for name in names if not name.startswith("__") and hasattr(value, name)}
     return {**found, **getattr(value, "__dict__", {})}
-
-
-def check_alike(choices: Mapping[str, object], group: ProcessGroup | None) -> None:
-    """Compares what ranks were told to do; all of them call it.
-
-    Args:
-        choices: Names and values, of which is compared what `told` says; the same names on all ranks of one version.
-        group: A CPU (gloo) group; None for the world.
-
-    Raises:
-        ValueError: On all ranks alike, if any differs; names the ranks and what they have in place of rank 0's.
-    """
-    own = "\n".join(f"{name}={told(value)}" for name, value in choices.items())
-    ranks = get_global_ranks(group)
-    all_told = [decode_text(words).split("\n") for words in gather_ragged(encode_text(own), group, label="choices")]
-    wrong = [
-        f"rank {rank} has {_only_in(lines, all_told[0])} where rank {ranks[0]} has {_only_in(all_told[0], lines)}"
-        for rank, lines in zip(ranks, all_told, strict=True)
-        if lines != all_told[0]
-    ]
-    if wrong:
-        raise ValueError(f"`orch.orchestrate` must be set up alike on all ranks, but {'; '.join(wrong)} instead.")
-
-
-def _only_in(lines: list[str], others: list[str]) -> str:
-    return ", ".join(line for line in lines if line not in others) or "nothing"
