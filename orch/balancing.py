@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from orch.comm.topology import IntArray, Topology
 from orch.cost import CostModel, PackedCost, is_additive
-from orch.dispatch import DispatchProblem, check_dispatcher, dispatch
+from orch.dispatch import DispatchProblem, check_dispatcher, check_slack, dispatch
 
 
 def balance(
@@ -19,6 +19,7 @@ def balance(
     cost: CostModel | None = None,
     max_tokens: int | None = None,
     sizes: npt.ArrayLike | None = None,
+    slack: float = 0.0,
 ) -> IntArray:
     """Gives every item a rank, such that the costliest rank costs as little as possible.
 
@@ -34,6 +35,8 @@ def balance(
         max_tokens: The most tokens a rank may hold (padded costs: items times the longest). None allows the most that
             any rank drew, which is also kept with a number.
         sizes: int64[N], bytes of each item, of which few should move; None means `lengths`.
+        slack: By what share the load of packed batches may exceed the least possible one. With 0.01 the plan is made in
+            half the time, and less moves.
 
     Returns:
         rank_of_item: int64[N].
@@ -44,6 +47,7 @@ def balance(
     """
     cost = cost if cost is not None else PackedCost()
     check_dispatcher(dispatcher, cost)
+    check_slack(slack)
     if max_tokens is not None and not max_tokens >= 1:
         raise ValueError(f"`max_tokens` must be at least 1, but is {max_tokens} instead.")
     length = as_counts("lengths", lengths)
@@ -56,6 +60,7 @@ def balance(
         layout="packed" if is_additive(cost) else "padded",
         cap=None,
         move_bytes=None if sizes is None else as_counts("sizes", sizes, len(length)),
+        slack=slack,
     )
     drawn = problem.largest_batch(home_rank)
     problem = problem.with_cap(drawn if max_tokens is None else min(drawn, max_tokens))

@@ -32,6 +32,7 @@ class Choices:
     accumulate: int | None
     topology: Topology | None
     max_tokens: int | None
+    slack: float
     costs: Mapping[str, CostModel] | None
     exchange: str
     prefetch: int

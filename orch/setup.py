@@ -209,7 +209,7 @@ def _balance_config(model: nn.Module, stages: Mapping[str, Stage], choices: Choi
         max_tokens=choices.max_tokens,
         layout=choices.layout,
     )
-    return BalanceConfig(mode=choices.balance, llm=llm, stages=encoders)
+    return BalanceConfig(mode=choices.balance, llm=llm, stages=encoders, slack=choices.slack)
 
 
 def _packed_cost(adapter: EncoderAdapter) -> PackedCost:

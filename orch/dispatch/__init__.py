@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from numbers import Real
 
 import numpy as np
 
@@ -62,6 +63,12 @@ def check_dispatcher(dispatcher: str, cost: object) -> None:
         raise ValueError(
             f"`cost` must have a padded part for 'binary_search', as PaddedCost has, but is {cost} instead."
         )
+
+
+def check_slack(slack: float) -> None:
+    """Raises a `ValueError` if it is not a share."""
+    if not (isinstance(slack, Real) and 0 <= slack <= 1):
+        raise ValueError(f"`slack` must be a number from 0 to 1, but is {slack!r} instead.")
 
 
 def dispatch(problem: DispatchProblem, dispatcher: str, *, placement: bool = True) -> IntArray:

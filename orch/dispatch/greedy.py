@@ -43,7 +43,8 @@ def dispatch_greedy(problem: DispatchProblem) -> IntArray:
     """
     costs = problem.item_costs("greedy")
     bound, few = least_load(costs, problem.num_bins), len(costs) <= _FEW_ITEMS
-    limits = Limits(bound if len(costs) <= _MANY_ITEMS else bound + (bound >> _CLOSE), patience=_PATIENCE)
+    near = bound >> _CLOSE if len(costs) > _MANY_ITEMS else 0
+    limits = Limits(bound + max(near, int(bound * problem.slack)), patience=_PATIENCE)
     items = np.flatnonzero(costs)
     best, least = problem.home, _EXPENSIVE
     starts = [_longest_first, _folded]

@@ -3,6 +3,8 @@
 A round pairs the fullest bins with the emptiest ones, all pairs at once. In each pair it makes the one move or swap
 that brings the two loads closest to each other; a pair of few items is dealt anew instead, by trying every subset.
 No bin ever becomes as full as the fuller of its pair was, so the largest load never grows.
+
+Where moves have prices, a swap must not take something from both of its items: one of them goes for nothing at least.
 """
 
 from __future__ import annotations
@@ -25,16 +27,43 @@ _EXACT = 1 << 49  # sums of so few costs below this are exact in float64
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Prices:
+    """What it takes to run each item in a bin: nothing in one, less in another, else all.
+
+    Attributes:
+        free: int64[N], the bin in which it takes nothing.
+        cheap: int64[N], the bin in which it takes `cheap_price`; -1 where there is none.
+        cheap_price: int64[N].
+        price: int64[N], what it takes in any other bin.
+    """
+
+    free: IntArray
+    cheap: IntArray
+    cheap_price: IntArray
+    price: IntArray
+
+    def of(self, items: IntArray, bins: IntArray) -> IntArray:
+        """What it takes to run each of the items (positions) in the bin beside it."""
+        dear = np.where(self.cheap[items] == bins, self.cheap_price[items], self.price[items])
+        return np.where(self.free[items] == bins, 0, dear)
+
+    def taken(self, items: IntArray) -> Prices:
+        """Those of the items at these positions."""
+        return Prices(self.free[items], self.cheap[items], self.cheap_price[items], self.price[items])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Limits:
     """What a polish may do.
 
     Attributes:
-        goal: Bins up to this load are left alone: one for all, or int64[bins], the same within a scope.
+        goal: Bins up to this load are left alone: one for all, or int64[bins], the same within a group but with prices.
         group: int64[bins], nondecreasing; items stay within their group of bins (a node, say). None for one group.
         scope: int64[bins], nondecreasing, each of whole groups: layouts apart, polished at once. None for one.
         patience: How many rounds in a row may fail to make progress, in a scope.
         max_work: The budget, in items looked at over all rounds, for each scope.
         progress: The largest load must come closer to the goal by more than this share of the way.
+        prices: Of moving items, where that matters.
     """
 
     goal: int | IntArray
@@ -43,6 +72,7 @@ class Limits:
     patience: int = 12
     max_work: int = 1_000_000
     progress: float = 0.0
+    prices: Prices | None = None
 
 
 def polish(costs: IntArray, bin_of_item: IntArray, num_bins: int, limits: Limits) -> IntArray:
@@ -67,7 +97,8 @@ def polish(costs: IntArray, bin_of_item: IntArray, num_bins: int, limits: Limits
         return bin_of_item
     order = ascending(costs)
     group = one if limits.group is None else limits.group
-    state = _State(costs[order], bin_of_item[order], excess, goal, group, scope)
+    prices = None if limits.prices is None else limits.prices.taken(order)
+    state = _State(costs[order], bin_of_item[order], excess, goal, group, scope, prices)
     work, stale = 0, np.zeros_like(above)
     while work < limits.max_work * len(above):
         active = (above > 0) & (stale <= limits.patience)
@@ -107,6 +138,7 @@ class _State:
         goal: int64[bins].
         group: int64[bins].
         scope: int64[bins].
+        prices: Of moving items.
     """
 
     costs: IntArray
@@ -115,6 +147,7 @@ class _State:
     goal: IntArray
     group: IntArray
     scope: IntArray
+    prices: Prices | None
 
     def pair(self, floor: IntArray, shift: IntArray) -> _Pairs:
         """In each group of n bins, pairs the i-th of m above the floor with the (i + shift)-th emptiest of the others.
@@ -153,7 +186,8 @@ class _State:
         in_full = tag < num_pairs
         pair = np.where(in_full, tag, tag - num_pairs)
         few = np.bincount(pair, minlength=num_pairs) <= _FEW_ITEMS
-        num_few = int(np.count_nonzero(few)) if self.costs[-1] < _EXACT else 0
+        may_split = self.prices is None and self.costs[-1] < _EXACT
+        num_few = int(np.count_nonzero(few)) if may_split else 0
         if num_few == num_pairs:
             self._split(pairs, items, pair)
         elif num_few:
@@ -166,21 +200,18 @@ class _State:
 
     def _swap(self, pairs: _Pairs, items: IntArray, pair: IntArray, in_full: npt.NDArray[np.bool_]) -> None:
         """Makes the best move or swap of each pair."""
-        stride = len(self.costs) + 1
-        leaves, pair_of_other, pair = items[in_full], pair[~in_full], pair[in_full]
-        keys = np.empty(len(pair_of_other) + 2, dtype=np.int64)
-        keys[0], keys[-1] = -1, _NEVER  # of no pair
-        keys[1:-1] = pair_of_other * stride + items[~in_full]
-        keys.sort()
-        costs, gap = self.costs[leaves], (self.excess[pairs.full] - self.excess[pairs.empty])[pair]
-        wish = costs - gap // 2  # the cost of the ideal item to get back
-        at = keys.searchsorted(pair * stride + self.costs.searchsorted(wish))
-        miss, returns = _miss(costs, gap), np.full(len(leaves), -1, dtype=np.int64)
-        for key in (keys[at - 1], keys[at]):
-            of_pair, item = np.divmod(key, stride)
-            found = _miss(costs - self.costs[item % len(self.costs)], gap)
-            better = (found < miss) & (of_pair == pair)
-            miss, returns = np.where(better, found, miss), np.where(better, item, returns)
+        leaves, others, pair_of_other, pair = items[in_full], items[~in_full], pair[~in_full], pair[in_full]
+        gap = (self.excess[pairs.full] - self.excess[pairs.empty])[pair]
+        miss, returns = _miss(self.costs[leaves], gap), np.full(len(leaves), -1, dtype=np.int64)
+        if self.prices is None:
+            self._find_returns(leaves, pair, gap, others, pair_of_other, miss, returns)
+        else:
+            gain, other_gain = self._gain(leaves, pairs.empty[pair]), self._gain(others, pairs.full[pair_of_other])
+            for sign in (-1, 0, 1):
+                may, some = gain + sign >= 0, other_gain == sign
+                found, item = miss[may], returns[may]
+                self._find_returns(leaves[may], pair[may], gap[may], others[some], pair_of_other[some], found, item)
+                miss[may], returns[may] = found, item
         least = np.full(len(pairs), _NEVER, dtype=np.int64)
         np.minimum.at(least, pair, miss)
         winners = ((miss == least[pair]) & (miss < _NEVER)).nonzero()[0][::-1]
@@ -189,6 +220,36 @@ class _State:
         chosen = (winner >= 0).nonzero()[0]
         winners = winner[chosen]
         self._exchange(pairs, chosen, leaves[winners], returns[winners])
+
+    def _gain(self, items: IntArray, bins: IntArray) -> IntArray:
+        """Whether moving each item to the bin beside it saves something (1), takes something (-1), or neither (0)."""
+        assert self.prices is not None
+        return np.sign(self.prices.of(items, self.bin_of_item[items]) - self.prices.of(items, bins))
+
+    def _find_returns(
+        self,
+        leaves: IntArray,
+        pair: IntArray,
+        gap: IntArray,
+        others: IntArray,
+        pair_of_other: IntArray,
+        miss: IntArray,
+        returns: IntArray,
+    ) -> None:
+        """Finds for each item that leaves the best one of its pair to get back, where that beats what was found."""
+        stride = len(self.costs) + 1
+        keys = np.empty(len(others) + 2, dtype=np.int64)
+        keys[0], keys[-1] = -1, _NEVER  # of no pair
+        keys[1:-1] = pair_of_other * stride + others
+        keys.sort()
+        costs = self.costs[leaves]
+        wish = costs - gap // 2  # the cost of the ideal item to get back
+        at = keys.searchsorted(pair * stride + self.costs.searchsorted(wish))
+        for key in (keys[at - 1], keys[at]):
+            of_pair, item = np.divmod(key, stride)
+            found = _miss(costs - self.costs[item % len(self.costs)], gap)
+            better = ((found < miss) & (of_pair == pair)).nonzero()[0]
+            miss[better], returns[better] = found[better], item[better]
 
     def _exchange(self, pairs: _Pairs, pair: IntArray, leaves: IntArray, returns: IntArray) -> None:
         full, empty, swaps = pairs.full[pair], pairs.empty[pair], returns >= 0

@@ -25,7 +25,8 @@ class DispatchProblem:
         move_bytes: int64[N], bytes that leave the rank with an item.
         target: int64[N], the bin whose rank needs the item's output; None where it is `home`.
         target_bytes: int64[N], bytes of the output, which go from the item's bin to `target`.
-        rough: Whether it is enough to know about where items will go; loads may then exceed the target.
+        slack: By what share loads may exceed the least possible one, for plans made sooner and fewer bytes moved.
+        rough: Whether it is enough to know about where items will go; loads may then exceed that.
         group_bin: int64[N], the bin that each item is in as drawn; None where it is `home`.
     """
 
@@ -39,6 +40,7 @@ class DispatchProblem:
     move_bytes: IntArray | None = None
     target: IntArray | None = None
     target_bytes: IntArray | None = None
+    slack: float = 0.0
     rough: bool = False
     group_bin: IntArray | None = None
 

@@ -85,6 +85,23 @@ def test_a_rank_that_skips_its_first_batch_alone_is_found(prefetch):
         )
 
 
+def test_slack_keeps_samples_where_they_are():
+    def run():
+        model, rank = small_model(torch.float32), dist.get_rank()
+        own = [[make_sample(model.config, 10 * rank + i, num_text=20) for i in range(5 - 2 * rank)]]
+        found = []
+        for slack in (0.0, 0.5):
+            (batch,) = orch.orchestrate(own, model, slack=slack, topology=Topology(2), timeout_s=20)
+            found.append([sample["id"] for sample in batch["orch"].samples])
+        with pytest.raises(ValueError, match="`slack` must be a number from 0 to 1, but is -1 instead"):
+            orch.orchestrate(own, model, slack=-1, topology=Topology(2), timeout_s=20)
+        return found
+
+    (tight, loose), (other_tight, other_loose) = run_ranks(run, 2, timeout_s=60)
+    assert (loose, other_loose) == (["s0", "s1", "s2", "s3", "s4"], ["s10", "s11", "s12"])
+    assert (len(tight), len(other_tight)) == (4, 4)
+
+
 def test_ranks_that_all_skip_the_same_batches_go_on():
     def run():
         model, rank = small_model(torch.float32), dist.get_rank()

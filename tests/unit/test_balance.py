@@ -86,6 +86,14 @@ def test_max_tokens():
         orch.balance(lengths, home, topology, max_tokens=9, cost=PaddedCost(), dispatcher="binary_search")
 
 
+def test_slack():
+    lengths, home = np.random.default_rng(0).integers(1, 900, 400), np.repeat(np.arange(8), 50)
+    tight, loose = (orch.balance(lengths, home, orch.Topology(8), slack=slack) for slack in (0, 0.05))
+    loads = [np.bincount(ranks, weights=lengths).max() for ranks in (tight, loose)]
+    assert lengths.sum() / 8 <= loads[0] < 1.001 * lengths.sum() / 8 < loads[1] <= 1.05 * lengths.sum() / 8
+    assert lengths[loose != home].sum() < 0.9 * lengths[tight != home].sum()
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -98,6 +106,9 @@ def test_max_tokens():
         ({"dispatcher": "magic"}, "`dispatcher` must be one of .*, but is 'magic' instead"),
         ({"max_tokens": float("nan")}, "`max_tokens` must be at least 1, but is nan instead"),
         ({"max_tokens": 0}, "`max_tokens` must be at least 1, but is 0 instead"),
+        ({"slack": -0.01}, "`slack` must be a number from 0 to 1, but is -0.01 instead"),
+        ({"slack": float("nan")}, "`slack` must be a number from 0 to 1, but is nan instead"),
+        ({"slack": "1%"}, "`slack` must be a number from 0 to 1, but is '1%' instead"),
         ({"cost": PaddedCost(), "dispatcher": "greedy"}, "`cost` must be additive for 'greedy'"),
         ({"dispatcher": "binary_search"}, "`cost` must have a padded part"),
     ],

@@ -20,7 +20,7 @@ from orch.dispatch.bounds import least_load
 from orch.dispatch.deal import deal, deal_in_groups, fold
 from orch.dispatch.fit import fit
 from orch.dispatch.order import ascending, run_starts
-from orch.dispatch.polish import Limits, polish
+from orch.dispatch.polish import Limits, Prices, polish
 from orch.dispatch.surplus import pick_surplus
 from tests.unit.planning import LENGTHS, arrays, topologies
 
@@ -264,6 +264,53 @@ def test_polish_only_improves_and_keeps_groups(costs, num_bins, seed):
     np.testing.assert_array_equal(group[polished], group[bins])
     loads = [np.bincount(where, weights=costs, minlength=num_bins) for where in (bins, polished)]
     assert loads[1].max() <= loads[0].max()
+
+
+@st.composite
+def priced(draw):
+    """Items with few costs in a few bins, and what it takes to move them."""
+    num_bins, size = draw(st.integers(2, 4)), draw(st.integers(1, 16))
+    integers = lambda most: arrays(draw(st.lists(st.integers(0, most), min_size=size, max_size=size)))  # noqa: E731
+    costs, price = integers(9) + 1, integers(9)
+    free, cheap = integers(num_bins - 1), integers(num_bins - 1)
+    return num_bins, costs, integers(num_bins - 1), Prices(free, np.where(cheap == free, -1, cheap), price // 2, price)
+
+
+@given(priced(), st.integers(0, 40))
+def test_no_swap_takes_something_of_both_items(case, goal):
+    """One round on two bins makes one move or one swap at most: what it did is seen from outside."""
+    num_bins, costs, bins, prices = case
+    group = np.arange(num_bins) // 2
+    limits = Limits(goal, group=group, scope=group, patience=0, max_work=1, prices=prices)
+    polished = polish(costs, bins, num_bins, limits)
+    loads = [np.bincount(where, weights=costs, minlength=num_bins) for where in (bins, polished)]
+    assert loads[1].max() <= loads[0].max()
+    every = np.arange(len(costs))
+    more = prices.of(every, polished) - prices.of(every, bins)
+    for pair in range(int(group[-1]) + 1):
+        changed = np.flatnonzero((polished != bins) & (group[bins] == pair))
+        assert len(changed) <= 2
+        assert len(changed) < 2 or more[changed].min() <= 0
+
+
+def test_a_swap_for_nothing_is_found_behind_dear_ones():
+    """The swap that would level exactly (19 for 10) takes something of both; of the others 18 for 10 is the best."""
+    costs, bins = arrays([19, 18, 10, 51, 60]), arrays([0, 0, 1, 0, 1])
+    free, nowhere = arrays([0, 1, 1, 0, 1]), np.full(5, -1)
+    prices = Prices(free, nowhere, costs * 0, costs)
+    assert polish(costs, bins, 2, Limits(0, patience=0, max_work=1)).tolist() == [1, 0, 0, 0, 1]
+    limits = Limits(0, patience=0, max_work=1, prices=prices)
+    assert polish(costs, bins, 2, limits).tolist() == [0, 1, 0, 0, 1]
+
+
+@pytest.mark.parametrize("size", [1000, 100_000])
+def test_greedy_keeps_within_its_slack_and_stops_there(size):
+    lengths = np.random.default_rng(2).lognormal(6, 1, size).astype(np.int64) + 1
+    problem = DispatchProblem(lengths, np.zeros(size, dtype=np.int64), Topology(64, 8), PackedCost())
+    loads = [problem.largest_load(DISPATCHERS["greedy"](replace(problem, slack=slack))) for slack in (0.0, 0.02)]
+    least = least_load(lengths, 64)
+    assert least <= loads[0] <= loads[1] <= 1.02 * least
+    assert (loads[0] < loads[1]) == (size == 1000)  # dealing alone is exact enough for many
 
 
 def test_polish_reaches_the_bound_where_there_are_many_items():

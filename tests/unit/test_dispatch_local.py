@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -8,6 +10,7 @@ from orch.comm.topology import Topology
 from orch.cost import PackedCost, PaddedCost
 from orch.dispatch import DISPATCHERS, DispatchProblem
 from orch.dispatch.bounds import least_load
+from orch.dispatch.local import dispatch_local_at_once
 from tests.unit.planning import arrays
 
 
@@ -35,6 +38,57 @@ def test_reaches_the_target_and_moves_little_between_nodes(num_ranks, per_rank, 
     moved = int(problem.lengths[crossing(problem, bins)].sum())
     assert bounds.inter_node <= moved
     assert moved <= bounds.inter_node + (0.005 if ranks_per_node > 1 else 0.02) * total
+
+
+@pytest.mark.parametrize(("num_ranks", "per_rank"), [(8, 16), (64, 32), (64, 60), (256, 16)])
+@pytest.mark.parametrize("seed", range(3))
+def test_comes_near_the_least_load_for_little_more_between_nodes(num_ranks, per_rank, seed):
+    problem = drawn(num_ranks, per_rank, seed)
+    bins = DISPATCHERS["local"](problem)
+    bounds = lower_bounds(problem.lengths, problem.home, problem.topology)
+    assert problem.largest_load(bins) <= 1.005 * bounds.load
+    moved = int(problem.lengths[crossing(problem, bins)].sum())
+    assert moved <= bounds.inter_node + 0.0055 * problem.lengths.sum()
+
+
+def test_loads_are_least_where_no_node_need_send_much_for_it():
+    """Nodes draw 0.5 % more or less than the mean, so that little must cross for them to be exactly level."""
+    rng = np.random.default_rng(5)
+    lengths = rng.integers(100, 200, 64 * 60)
+    for node in range(8):
+        own = lengths[node * 480 : node * 480 + 480]
+        missing = 72000 - own.sum() + (360 if node % 2 else -360)
+        own += missing // 480
+        own[: missing % 480] += 1
+    home = np.repeat(np.arange(64), 60)
+    problem = DispatchProblem(lengths, home, Topology(64, 8), PackedCost())
+    bins = DISPATCHERS["local"](problem)
+    assert lengths.sum() == 64 * 9000
+    assert problem.largest_load(bins) <= 9001
+    assert lengths[crossing(problem, bins)].sum() <= 4 * 360 + 0.005 * lengths.sum()
+
+
+@pytest.mark.parametrize("slack", [0.01, 0.05, 0.2])
+def test_slack_spares_bytes_and_is_kept(slack):
+    problem = drawn(64, 32)
+    loose = DISPATCHERS["local"](replace(problem, slack=slack))
+    tight = DISPATCHERS["local"](problem)
+    least = least_load(problem.lengths, 64)
+    assert problem.largest_load(tight) < 1.004 * least < problem.largest_load(loose) <= (1 + slack) * least
+    sent = [int(problem.lengths[crossing(problem, bins)].sum()) for bins in (loose, tight)]
+    must = lower_bounds(problem.lengths, problem.home, problem.topology, target=int((1 + slack) * least)).inter_node
+    assert must <= sent[0] < sent[1]
+    assert problem.moved_bytes(loose) < 0.95 * problem.moved_bytes(tight)
+
+
+def test_problems_side_by_side_keep_each_its_own_slack():
+    problems = [replace(drawn(64, 32, seed), slack=slack) for seed, slack in enumerate((0.0, 0.1, 0.0))]
+    together = dispatch_local_at_once(problems)
+    ratio = [
+        each.largest_load(bins) / least_load(each.lengths, 64) for each, bins in zip(problems, together, strict=True)
+    ]
+    assert ratio[0] < 1.005 < 1.03 < ratio[1] <= 1.1
+    assert ratio[2] < 1.005
 
 
 def test_moves_nothing_where_the_drawn_layout_is_balanced():

@@ -209,7 +209,21 @@ def test_no_sample_and_ranks_beyond_the_topology_raise():
         plan_step(replace(one_stage([0, 0], [5, 5], [], []), group_rank=arrays([2, 1])), Topology(2))
 
 
+def test_slack_is_that_of_every_stage():
+    lengths, topology = random_step(0, 16, 32), Topology(16, 4)
+    for slack in (0.0, 0.1):
+        config = BalanceConfig(
+            stages={"vision": StageConfig(row_bytes=7), "audio": StageConfig(row_bytes=7)}, slack=slack
+        )
+        metrics = step_metrics(lengths, plan_step(lengths, topology, config), topology, config)
+        for name, stage in metrics.stages.items():
+            low, high = (1.0, 1.005) if slack == 0 else (1.02, 1.1)
+            assert low <= stage.imbalance_after / stage.bound <= high, name
+
+
 def test_unknown_configuration_raises():
+    with pytest.raises(ValueError, match="`slack` must be a number from 0 to 1, but is 2 instead"):
+        BalanceConfig(slack=2)
     with pytest.raises(ValueError, match="`mode` must be one of"):
         BalanceConfig("sideways")
     with pytest.raises(ValueError, match="`layout` must be one of"):

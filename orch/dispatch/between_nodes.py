@@ -1,0 +1,144 @@
+"""Chooses the node of each item, so that little crosses nodes.
+
+What must cross at a target load T is at least `sum over nodes of max(0, load of node - bins of node * T)`: the lower
+the target, the more. The one that is taken is the least for which no more than 1/210 of all costs cross beyond what
+must at 1.01 times the least possible load. Nodes then draw level by swaps that make nothing more cross: of items that
+cross anyway, for others like them or for such as come home.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from orch.comm.topology import IntArray
+from orch.cost import sum_by_bin
+from orch.dispatch.bounds import least_load
+from orch.dispatch.level import Level
+from orch.dispatch.problem import DispatchProblem
+from orch.dispatch.side_by_side import SideBySide
+
+_ENOUGH = 108  # loads of up to 1/108 (0.93 %) above the bound are good enough where much would cross for better ones
+_ALLOWANCE = 210  # 1/210 of all costs is not much
+_TRIES = 3  # to keep to that
+_PROBES = 10  # of the target in between
+_FEW = 12  # items a bin: what fits a node can then not be spread evenly over its bins,
+_ROOM = 220  # unless the node may be filled to 1/220 above the bound
+_MANY_ITEMS = 1 << 15
+_CLOSE = 11  # with more, loads within 2^-11 (0.05 %) of what is wanted will do
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Aims:
+    """Loads of a bin: int64[problems] each.
+
+    Attributes:
+        bound: The least possible one, or less.
+        least: What nodes are filled to at least.
+        wanted: What is wanted wherever it can be had for little.
+        enough: What will do elsewhere.
+        close: What lies this much above a load is as good.
+    """
+
+    bound: IntArray
+    least: IntArray
+    wanted: IntArray
+    enough: IntArray
+    close: IntArray
+
+    @classmethod
+    def of(cls, sides: SideBySide, problems: Sequence[DispatchProblem]) -> Aims:
+        """The aims of problems that are dealt side by side."""
+        bounds = [least_load(costs, problems[0].num_bins) for costs in sides.costs_of_each()]
+        bound = np.array(bounds, dtype=np.int64)
+        slack = np.array([int(least * each.slack) for least, each in zip(bounds, problems, strict=True)])
+        few = np.array([len(each.lengths) < _FEW * each.num_bins for each in problems])
+        close = bound >> _CLOSE if len(sides.costs) > _MANY_ITEMS else np.zeros_like(bound)
+        return cls(
+            bound=bound,
+            least=bound + np.maximum(slack // 2, few * (bound // _ROOM)),
+            wanted=bound + np.maximum(slack, close),
+            enough=bound + np.maximum(slack, bound // _ENOUGH),
+            close=close,
+        )
+
+
+def choose_nodes(sides: SideBySide, aims: Aims) -> tuple[IntArray, IntArray]:
+    """Chooses the node of each item.
+
+    Returns:
+        int64[N], and int64[problems], the load of a bin that nodes were filled to.
+    """
+    if sides.node_of_bin[-1] == sides.problem_of_bin[-1]:  # one node
+        return sides.problem, aims.least
+    level = Level.of(sides, sides.node_of_bin, sides.problem_of_bin, sides.problem)
+    needs = _Needs.of(sides.costs, level)
+    most = needs.crossing(aims.bound + aims.bound // 100) + needs.total // _ALLOWANCE
+    limit = most
+    for _ in range(_TRIES):
+        load = needs.least_load(aims.least, aims.enough, limit)
+        node = level.settle(sides.costs, level.filled(load))
+        node = level.draw_level(sides.costs, node, level.filled(np.maximum(load + aims.close, aims.wanted)))
+        over = needs.moved(node) - most
+        if not ((over > 0) & (load < aims.enough)).any():
+            break
+        limit = limit - 2 * np.maximum(over, 0)
+    return node, load
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Needs:
+    """What must move between nodes.
+
+    Attributes:
+        costs: int64[N].
+        start: int64[N], the node where each item moves nothing, or least,
+        other: int64[N], and where it moves little more; -1 for none.
+        loads: int64[nodes], cost of the items that start there.
+        num_bins: int64[nodes].
+        problem_of_node: int64[nodes].
+        total: int64[problems], cost of all items.
+    """
+
+    costs: IntArray
+    start: IntArray
+    other: IntArray
+    loads: IntArray
+    num_bins: IntArray
+    problem_of_node: IntArray
+    total: IntArray
+
+    @classmethod
+    def of(cls, costs: IntArray, level: Level) -> _Needs:
+        """The needs of the level of nodes."""
+        loads = sum_by_bin(costs, level.place, len(level.num_bins))
+        problems = int(level.parent_of_place[-1]) + 1
+        total = sum_by_bin(loads, level.parent_of_place, problems)
+        return cls(costs, level.place, level.other, loads, level.num_bins, level.parent_of_place, total)
+
+    def crossing(self, load: IntArray) -> IntArray:
+        """The least that leaves nodes if no bin holds more than the load (int64[problems]): int64[problems]."""
+        surplus = np.maximum(self.loads - load[self.problem_of_node] * self.num_bins, 0)
+        return sum_by_bin(surplus, self.problem_of_node, len(load))
+
+    def moved(self, node: IntArray) -> IntArray:
+        """Cost of the items that are in another node (int64[N]) than where they start or may be: int64[problems]."""
+        moves = (node != self.start) & (node != self.other)
+        return sum_by_bin(self.costs[moves], self.problem_of_node[node[moves]], len(self.total))
+
+    def least_load(self, low: IntArray, high: IntArray, limit: IntArray) -> IntArray:
+        """About the least load between two (int64[problems]) that makes no more cross than the limit; `high` if none.
+
+        It is `low` itself where that does.
+        """
+        at_once = self.crossing(low) <= limit
+        if at_once.all():
+            return low
+        least, below = high, low
+        for _ in range(_PROBES):
+            middle = (below + least) // 2
+            enough = self.crossing(middle) <= limit
+            least, below = np.where(enough, middle, least), np.where(enough, below, middle)
+        return np.where(at_once, low, least)

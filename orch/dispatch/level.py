@@ -1,0 +1,136 @@
+"""One level of places (nodes, ranks or micro-steps), and which items leave those that hold too much."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from orch.comm.topology import IntArray
+from orch.cost import sum_by_bin
+from orch.dispatch.deal import deal_in_groups
+from orch.dispatch.order import ascending, run_starts
+from orch.dispatch.polish import Limits, Prices, polish
+from orch.dispatch.side_by_side import SideBySide
+from orch.dispatch.surplus import pick_surplus
+
+_UNPLACED = -1
+_STAYING = 64  # of the items that stay in a place, so many may be swapped for some that move,
+_SMALL = 11  # and so many of those of up to 2^-11 of its load, which may move for others like them
+_PATIENCE = 12
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Level:
+    """Items and the places of one level: nodes of the cluster, ranks of each node, or bins of each rank.
+
+    Attributes:
+        place: int64[N], where each item starts; -1 where its parent was chosen and neither its home nor its
+            target is in there.
+        other: int64[N], the one of its home and its target that it does not start in; -1 where there is none.
+        price: int64[N], bytes that moving the item anywhere takes, more than where it starts.
+        other_price: int64[N], bytes that moving it to `other` takes, more than where it starts.
+        parent: int64[N], the place of the level above that the item is in.
+        parent_of_place: int64[P], nondecreasing.
+        num_bins: int64[P], bins of each place.
+    """
+
+    place: IntArray
+    other: IntArray
+    price: IntArray
+    other_price: IntArray
+    parent: IntArray
+    parent_of_place: IntArray
+    num_bins: IntArray
+
+    @classmethod
+    def of(cls, sides: SideBySide, place_of_bin: IntArray, parent_of_bin: IntArray, parent: IntArray) -> Level:
+        """The level of which bin b is in place `place_of_bin[b]` (int64[B]), given each item's parent (int64[N])."""
+        raw, output = sides.raw, sides.output
+        home, target = place_of_bin[sides.home], place_of_bin[sides.target]
+        parent_of_place = np.zeros(int(place_of_bin[-1]) + 1, dtype=np.int64)
+        parent_of_place[place_of_bin] = parent_of_bin
+        at_home, at_target = parent_of_place[home] == parent, parent_of_place[target] == parent
+        apart = home != target
+        starts_at_target = at_target & apart & (~at_home | (raw < output))
+        start = np.where(starts_at_target, target, np.where(at_home, home, _UNPLACED))
+        paid = np.where(starts_at_target, raw, np.where(apart, output, 0))  # by staying where it starts
+        other = np.where(apart & at_home & at_target, np.where(starts_at_target, home, target), _UNPLACED)
+        return cls(
+            place=start,
+            other=other,
+            price=raw + output - paid,
+            other_price=np.abs(raw - output),
+            parent=parent,
+            parent_of_place=parent_of_place,
+            num_bins=np.bincount(place_of_bin),
+        )
+
+    def settle(self, costs: IntArray, load: IntArray) -> IntArray:
+        """The place of each item (int64[N]), such that no place holds much more than its `load` (int64[P])."""
+        place, num_places = self.place.copy(), len(self.num_bins)
+        placed = place >= 0
+        excess = sum_by_bin(costs[placed], place[placed], num_places) - load
+        offered = np.where(self.other >= 0, place, _UNPLACED)
+        chosen = pick_surplus(costs, self.other_price, offered, excess)
+        chosen = chosen[_admitted(costs[chosen], self.other[chosen], -excess)]
+        excess -= sum_by_bin(costs[chosen], place[chosen], num_places)
+        excess += sum_by_bin(costs[chosen], self.other[chosen], num_places)
+        place[chosen] = self.other[chosen]
+        leaving = pick_surplus(costs, self.price, place, excess)
+        excess -= sum_by_bin(costs[leaving], place[leaving], num_places)
+        place[leaving] = _UNPLACED
+        moving = (place < 0).nonzero()[0]
+        place[moving] = deal_in_groups(costs[moving], self.parent[moving], excess, self.parent_of_place)
+        return place
+
+    def draw_level(self, costs: IntArray, place: IntArray, load: IntArray) -> IntArray:
+        """Swaps items between places that hold more than their `load` (int64[P]) and others.
+
+        In a swap one item costs nothing more to move than it does already, or both are small.
+
+        Args:
+            costs: int64[N].
+            place: int64[N], the layout to start from.
+            load: int64[P].
+
+        Returns:
+            int64[N], a layout whose largest excess is no larger. Of the items that stay where they start only some are
+            looked at.
+        """
+        total = sum_by_bin(costs, place, len(load))
+        if not (total > load).any():
+            return place
+        stays, small = place == self.place, costs <= load[place] >> _SMALL
+        items = np.concatenate(
+            [
+                (~stays).nonzero()[0],
+                _some((stays & small & (costs > 0)).nonzero()[0], len(load) * _STAYING),
+                _some((stays & ~small).nonzero()[0], len(load) * _STAYING),
+            ]
+        )
+        own, dear, scope = costs[items], ~small[items], self.parent_of_place
+        prices = Prices(self.place[items], self.other[items], self.other_price[items] * dear, self.price[items] * dear)
+        goal = load - total + sum_by_bin(own, place[items], len(load))  # of the items looked at
+        limits = Limits(goal, group=scope, scope=scope, patience=_PATIENCE, prices=prices)
+        place = place.copy()
+        place[items] = polish(own, place[items], len(load), limits)
+        return place
+
+    def filled(self, load: IntArray) -> IntArray:
+        """The load of each place (int64[P]) whose bins are filled to that of their parent (int64[parents])."""
+        return load[self.parent_of_place] * self.num_bins
+
+
+def _some(items: IntArray, most: int) -> IntArray:
+    """Up to twice as many of the items, evenly chosen."""
+    return items[:: max(1, len(items) // most)]
+
+
+def _admitted(costs: IntArray, places: IntArray, spare: IntArray) -> IntArray:
+    """Which of the items, in order, fit into the spare load of the place each is for: positions, int64."""
+    order = ascending(places)
+    total = np.cumsum(costs[order])
+    start = run_starts(places[order])
+    within = total - total[start] + costs[order][start]
+    return np.sort(order[within <= spare[places[order]]])
