@@ -39,14 +39,16 @@ def test_a_sample_prefers_the_rank_on_which_most_of_its_output_is_made():
     assert weights.move_bytes.tolist() == [5, 6 + 400]
 
 
-def test_planning_stages_together_halves_what_crosses_nodes():
+@pytest.mark.parametrize(("slack", "share"), [(0.0, 0.8), (0.01, 0.7)])
+def test_planning_stages_together_spares_much_of_what_crosses_nodes(slack, share):
     lengths, topology = random_step(0, 64, 16), Topology(64, 8)
-    config = BalanceConfig("post", stages={"vision": StageConfig(row_bytes=7168), "audio": StageConfig(row_bytes=7168)})
-    apart = BalanceConfig("post", StageConfig(dispatcher="none"), config.stages)
+    stages = {"vision": StageConfig(row_bytes=7168), "audio": StageConfig(row_bytes=7168)}
+    config = BalanceConfig("post", stages=stages, slack=slack)
+    apart = BalanceConfig("post", StageConfig(dispatcher="none"), stages, slack=slack)
     together = step_metrics(lengths, plan_step(lengths, topology, config), topology, config)
     encoders_alone = step_metrics(lengths, plan_step(lengths, topology, apart), topology, apart)
     assert together.stages["llm"].imbalance_after < 1.01
-    assert together.moved.inter_node < 0.7 * encoders_alone.moved.inter_node
+    assert together.moved.inter_node < share * encoders_alone.moved.inter_node
     from_scratch = {name: StageConfig(dispatcher="greedy", row_bytes=7168) for name in lengths.stages}
     greedy = BalanceConfig("post", StageConfig(dispatcher="greedy"), from_scratch)
     dealt = step_metrics(lengths, plan_step(lengths, topology, greedy), topology, greedy)
@@ -64,4 +66,4 @@ def test_the_same_numbers_give_the_same_plan_on_any_machine():
     assert plan.fingerprint() == FINGERPRINT
 
 
-FINGERPRINT = 2663622024105960529
+FINGERPRINT = 5787239111170680650
