@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from os import PathLike
 
 import numpy as np
 import numpy.typing as npt
+
+from orch.comm.counts import check_count
 
 IntArray = npt.NDArray[np.int64]
 
@@ -47,8 +48,7 @@ class Topology:
             count = getattr(self, name)
             if name == "ranks_per_node" and count is None:
                 continue
-            if not isinstance(count, numbers.Integral) or count < 1:
-                raise ValueError(f"`{name}` must be a whole number of at least 1, but is {count!r} instead.")
+            check_count(name, count)
         for name in ("intra_node_gbps", "inter_node_gbps"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"`{name}` must be above 0, but is {getattr(self, name)} instead.")

@@ -7,6 +7,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
+from orch.comm.counts import check_count
 from orch.comm.topology import IntArray
 
 BatchLayout = Literal["packed", "padded"]
@@ -25,7 +26,7 @@ class TokenBudget:
         max_samples: The most samples of a group, whatever their lengths; None for no such limit.
 
     Raises:
-        ValueError: If a limit is below 1, or the layout is unknown.
+        ValueError: If a limit is no whole number or below 1, or the layout is unknown.
     """
 
     max_tokens: int
@@ -33,12 +34,11 @@ class TokenBudget:
     max_samples: int | None = None
 
     def __post_init__(self) -> None:
-        if self.max_tokens < 1:
-            raise ValueError(f"`max_tokens` must be at least 1, but is {self.max_tokens} instead.")
+        check_count("max_tokens", self.max_tokens)
         if self.layout not in BATCH_LAYOUTS:
             raise ValueError(f"`layout` must be one of {BATCH_LAYOUTS}, but is {self.layout!r} instead.")
-        if self.max_samples is not None and self.max_samples < 1:
-            raise ValueError(f"`max_samples` must be at least 1, but is {self.max_samples} instead.")
+        if self.max_samples is not None:
+            check_count("max_samples", self.max_samples)
 
     def tokens(self, lengths: IntArray) -> int:
         """Tokens that a group of these lengths occupies, padding included; 0 for no sample."""

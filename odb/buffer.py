@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from orch.comm.counts import check_count
 from orch.comm.topology import IntArray
 from orch.odb.feed import Entry, FeedRun
 
@@ -31,8 +32,7 @@ class WindowSize:
 
     def __post_init__(self) -> None:
         for name in ("num_samples", "max_bytes", "max_samples"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"`{name}` must be at least 1, but is {getattr(self, name)} instead.")
+            check_count(name, getattr(self, name))
 
     def is_full(self, num_samples: int, num_tokens: int, num_bytes: int) -> bool:
         """Whether a window that holds this is full."""

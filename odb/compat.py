@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 from torch.utils.data._utils.collate import default_collate
 from torch.utils.data.dataloader import _InfiniteConstantSampler
 
+from orch.comm.counts import check_count
 from orch.odb.loader import ODBDataLoader
 from orch.odb.options import NO_EFFECT
 from orch.odb.step_info import ODB_STEP_INFO_KEY, resolve_loss_scaling
@@ -53,8 +54,7 @@ class ODBConfig:
     version: int = 5
 
     def __post_init__(self) -> None:
-        if self.token_budget < 1:
-            raise ValueError(f"`token_budget` must be at least 1, but is {self.token_budget} instead.")
+        check_count("token_budget", self.token_budget)
         object.__setattr__(self, "loss_scaling", resolve_loss_scaling(self.loss_scaling))
 
     @property

@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args
 
 from torch.utils.data import DataLoader
 
+from orch.comm.counts import check_count
 from orch.odb.buffer import WindowSize
 from orch.odb.step_info import resolve_loss_scaling
 
@@ -56,6 +57,7 @@ def take_older_names(given: dict[str, Any], **current: Any) -> dict[str, Any]:
         raise TypeError(f"`ODBDataLoader` and torch's `DataLoader` have no arguments {unknown}.")
     if resolved["token_budget"] is None:
         raise ValueError("`token_budget` must be given, but is None instead.")
+    check_count("token_budget", resolved["token_budget"])
     resolved["join"] = True if resolved["join"] is None else resolved["join"]
     return resolved
 
@@ -82,8 +84,7 @@ def check_arguments(
     """
     if grouping not in get_args(Grouping):
         raise ValueError(f"`grouping` must be 'global' or 'local', but is {grouping!r} instead.")
-    if accumulation_steps < 1:
-        raise ValueError(f"`accumulation_steps` must be at least 1, but is {accumulation_steps} instead.")
+    check_count("accumulation_steps", accumulation_steps)
     if over_length not in ("drop", "raise"):
         raise ValueError(f"`over_length` must be 'drop' or 'raise', but is {over_length!r} instead.")
     if batch_size not in (None, 1):

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sized
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import IterableDataset
 
@@ -60,7 +61,8 @@ class GivenOrder:
         set_epoch = getattr(self.sampler, "set_epoch", None)
         if set_epoch is not None:
             set_epoch(epoch)
-        yield from self.sampler
+        for index in self.sampler:  # states hold indices, and are written as JSON
+            yield index.item() if isinstance(index, (np.generic, torch.Tensor)) else index
 
 
 def is_iterable(dataset: Any) -> bool:

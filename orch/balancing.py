@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from orch.comm.counts import check_count
 from orch.comm.topology import IntArray, Topology
 from orch.cost import CostModel, PackedCost, is_additive
 from orch.dispatch import DispatchProblem, check_dispatcher, check_slack, dispatch
@@ -48,8 +49,8 @@ def balance(
     cost = cost if cost is not None else PackedCost()
     check_dispatcher(dispatcher, cost)
     check_slack(slack)
-    if max_tokens is not None and not max_tokens >= 1:
-        raise ValueError(f"`max_tokens` must be at least 1, but is {max_tokens} instead.")
+    if max_tokens is not None:
+        check_count("max_tokens", max_tokens)
     length = as_counts("lengths", lengths)
     home_rank = as_ranks("home", home, len(length), topology)
     problem = DispatchProblem(

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from orch.comm.counts import check_count
 from orch.comm.groups import all_gather_single, get_world_size, is_distributed
 from orch.cost import CostModel, PackedCost, PaddedCost
 from orch.cost_fit import fit
@@ -54,8 +55,7 @@ def calibrate(
     Raises:
         ValueError: If `num_batches` is below 1; on all ranks alike, if one of them has no samples.
     """
-    if num_batches < 1:
-        raise ValueError(f"`num_batches` must be at least 1, but is {num_batches} instead.")
+    check_count("num_batches", num_batches)
     _check_samples(len(samples))
     family = PackedCost if layout == "packed" else PaddedCost
     kept = [(parameter, parameter.grad) for parameter in model.parameters()]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from orch.comm.counts import check_count
 from orch.cost import CostModel, PackedCost, PaddedCost
 from orch.dispatch import check_dispatcher, check_slack, default_dispatcher
 
@@ -38,8 +39,8 @@ class StageConfig:
     def __post_init__(self) -> None:
         if self.layout not in BATCH_LAYOUTS:
             raise ValueError(f"`layout` must be one of {BATCH_LAYOUTS}, but is {self.layout!r} instead.")
-        if self.max_tokens is not None and not self.max_tokens >= 1:
-            raise ValueError(f"`max_tokens` must be at least 1, but is {self.max_tokens} instead.")
+        if self.max_tokens is not None:
+            check_count("max_tokens", self.max_tokens)
         if self.row_bytes < 0:
             raise ValueError(f"`row_bytes` must not be negative, but is {self.row_bytes} instead.")
         check_dispatcher(self.dispatcher_name, self.cost_model)

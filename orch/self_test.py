@@ -138,10 +138,13 @@ def find_topology(hostfile: str | None) -> tuple[Topology | None, list[Finding]]
     try:
         topology = discover_topology()
         hosts = gather_hosts()
+    except (ValueError, OSError) as error:
+        return None, [Finding(FAIL, "topology", _line(error))]
+    try:
         if hostfile is not None:
             check_topology(Topology.from_hostfile(hostfile), hosts)
     except (ValueError, OSError) as error:
-        return None, [Finding(FAIL, "topology", _line(error))]
+        return None, [Finding(FAIL, "topology", f"{hostfile}: {_line(error)}")]
     sizes = dict(zip(dict.fromkeys(hosts), topology.num_ranks_of_node.tolist(), strict=True))
     text = ", ".join(f"{host} with {size}" for host, size in sizes.items())
     return topology, [Finding(OK, "topology", f"{topology.num_ranks} ranks on {topology.num_nodes} host(s): {text}")]

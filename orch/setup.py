@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from orch import __version__
 from orch.choices import Choices
 from orch.comm.alike import check_alike, told
+from orch.comm.counts import check_count
 from orch.comm.groups import Group, get_rank, get_world_size, new_cpu_group, new_node_groups
 from orch.comm.hosts import discover_topology
 from orch.comm.liveness import Liveness, LivenessConfig
@@ -170,8 +171,7 @@ def _accumulate(info: EngineInfo, accumulate: int | None) -> int:
     if accumulate is not None and known is not None and accumulate != known:
         raise ValueError(f"`accumulate` must be the engine's {known}, but is {accumulate} instead.")
     chosen = next(value for value in (accumulate, known, 1) if value is not None)
-    if chosen < 1:
-        raise ValueError(f"`accumulate` must be at least 1, but is {accumulate} instead.")
+    check_count("accumulate", chosen)
     return chosen
 
 

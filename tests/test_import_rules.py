@@ -15,6 +15,7 @@ import orch
 ROOT = Path(__file__).parents[1]
 PACKAGE_OF_FOLDER = {"comm": "orch.comm", "odb": "orch.odb", "encoders": "orch.encoders", "orch": "orch"}
 PURE = {
+    "orch.comm.counts",
     "orch.comm.topology",
     "orch.comm.launchers",
     "orch.comm.splits",

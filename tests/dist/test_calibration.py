@@ -102,7 +102,7 @@ def test_gradients_are_put_back_when_a_run_fails(monkeypatch):
 
 def test_no_batches_are_refused():
     model = small_model(torch.float32)
-    with pytest.raises(ValueError, match="`num_batches` must be at least 1, but is 0 instead"):
+    with pytest.raises(ValueError, match="`num_batches` must be a whole number of at least 1, but is 0 instead"):
         orch.calibrate(model, samples_of(model.config), num_batches=0)
 
 

@@ -103,6 +103,7 @@ def test_a_hostfile_that_says_otherwise_is_told(tmp_path):
 
     for finding in run_ranks(fn, 2):
         assert finding.level == FAIL
+        assert finding.text.startswith(f"{hostfile}: ")
         assert "rank 1 is on host" in finding.text
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import IterableDataset
@@ -85,7 +87,9 @@ def test_the_length_of_a_loader_is_near_before_and_exact_after_an_epoch() -> Non
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
-        ({"token_budget": 0}, "max_tokens"),
+        ({"token_budget": 0}, "`token_budget` must be a whole number of at least 1, but is 0"),
+        ({"token_budget": 20.5}, "`token_budget` must be a whole number of at least 1, but is 20.5"),
+        ({"max_samples": 1.5}, "`max_samples` must be a whole number of at least 1, but is 1.5"),
         ({"buffer_size": 0}, "num_samples"),
         ({"batch_size": 4}, "batch_size"),
         ({"drop_last": True}, "drop_last"),
@@ -106,6 +110,15 @@ def test_the_length_of_a_loader_is_near_before_and_exact_after_an_epoch() -> Non
 def test_arguments_that_make_no_sense_are_refused(arguments: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         odb.ODBDataLoader(Tokens(10), **{"token_budget": 100, **arguments})
+
+
+@pytest.mark.parametrize("indices", [np.arange(9), torch.arange(9)])
+def test_states_can_be_written_whatever_a_sampler_gives(indices: Any) -> None:
+    loader = odb.ODBDataLoader(Tokens(10), token_budget=100, sampler=indices)
+    first = sample_ids(next(iter(loader.groups())))
+    resumed = odb.ODBDataLoader(Tokens(10), token_budget=100, sampler=indices)
+    resumed.load_state_dict(json.loads(json.dumps(loader.state_dict())))
+    assert sorted(first + [number for group in read_groups(resumed) for number in group]) == list(range(9))
 
 
 def test_a_config_may_be_repeated_and_leaves_open_what_it_does_not_say() -> None:

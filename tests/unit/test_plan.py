@@ -230,7 +230,7 @@ def test_unknown_configuration_raises():
         StageConfig(layout="loose")
     with pytest.raises(ValueError, match="`dispatcher` must be one of"):
         StageConfig(dispatcher="magic")
-    with pytest.raises(ValueError, match="`max_tokens` must be at least 1"):
+    with pytest.raises(ValueError, match="`max_tokens` must be a whole number of at least 1"):
         StageConfig(max_tokens=0)
     with pytest.raises(ValueError, match="`cost` must be additive for 'greedy'"):
         StageConfig(layout="padded", dispatcher="greedy")
