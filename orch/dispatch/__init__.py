@@ -154,6 +154,10 @@ def _under_the_cap(problem: DispatchProblem, dispatcher: str, dealt: IntArray) -
         return dealt
     if not is_additive(problem.cost):
         return min(dealt, dispatch_binary_search(replace(problem, cost=PaddedCost())), key=problem.largest_batch)
+    if problem.slack:  # which the cap may leave no room for
+        return _under_the_cap(
+            replace(problem, slack=0.0), dispatcher, DISPATCHERS[dispatcher](replace(problem, slack=0.0))
+        )
     for quarters in range(1, 5):
         tilted = DISPATCHERS[dispatcher](replace(problem, cost=_TiltedCost(problem.cost, quarters)))
         if problem.fits(tilted):

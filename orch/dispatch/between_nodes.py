@@ -2,8 +2,7 @@
 
 What must cross at a target load T is at least `sum over nodes of max(0, load of node - bins of node * T)`: the lower
 the target, the more. The one that is taken is the least for which no more than 1/210 of all costs cross beyond what
-must at 1.01 times the least possible load. Nodes then draw level by swaps that make nothing more cross: of items that
-cross anyway, for others like them or for such as come home.
+must at 1.01 times the least possible load. Nodes then draw level, mostly by swaps of items that cross anyway.
 """
 
 from __future__ import annotations
@@ -20,12 +19,13 @@ from orch.dispatch.level import Level
 from orch.dispatch.problem import DispatchProblem
 from orch.dispatch.side_by_side import SideBySide
 
-_ENOUGH = 108  # loads of up to 1/108 (0.93 %) above the bound are good enough where much would cross for better ones
-_ALLOWANCE = 210  # 1/210 of all costs is not much
-_TRIES = 3  # to keep to that
+_LOOSE = 100  # what must cross is reckoned at loads of 1/100 above the bound;
+_ALLOWANCE = 210  # 1/210 of all costs may cross beyond that, a little less than 0.5 %
+_TRIES = 3  # to keep to that; the last fills nodes to the most
+_STEP = 2  # how far the limit comes down at a try, in times of what was too much
 _PROBES = 10  # of the target in between
-_FEW = 12  # items a bin: what fits a node can then not be spread evenly over its bins,
-_ROOM = 220  # unless the node may be filled to 1/220 above the bound
+_ENOUGH = 108  # loads of up to 1/108 (0.93 %) above the bound will do where better ones make more cross
+_ROOM = 220  # nodes filled to 1/220 above the bound can spread large items over their bins more easily
 _MANY_ITEMS = 1 << 15
 _CLOSE = 11  # with more, loads within 2^-11 (0.05 %) of what is wanted will do
 
@@ -36,7 +36,8 @@ class Aims:
 
     Attributes:
         bound: The least possible one, or less.
-        least: What nodes are filled to at least.
+        least: What nodes are filled to at least,
+        most: and at most.
         wanted: What is wanted wherever it can be had for little.
         enough: What will do elsewhere.
         close: What lies this much above a load is as good.
@@ -44,21 +45,22 @@ class Aims:
 
     bound: IntArray
     least: IntArray
+    most: IntArray
     wanted: IntArray
     enough: IntArray
     close: IntArray
 
     @classmethod
-    def of(cls, sides: SideBySide, problems: Sequence[DispatchProblem]) -> Aims:
-        """The aims of problems that are dealt side by side."""
+    def of(cls, sides: SideBySide, problems: Sequence[DispatchProblem], *, roomy: bool) -> Aims:
+        """The aims of problems that are dealt side by side; with more room in nodes, or less."""
         bounds = [least_load(costs, problems[0].num_bins) for costs in sides.costs_of_each()]
         bound = np.array(bounds, dtype=np.int64)
-        slack = np.array([int(least * each.slack) for least, each in zip(bounds, problems, strict=True)])
-        few = np.array([len(each.lengths) < _FEW * each.num_bins for each in problems])
+        slack = np.array([each.slack_of(least) for least, each in zip(bounds, problems, strict=True)], dtype=np.int64)
         close = bound >> _CLOSE if len(sides.costs) > _MANY_ITEMS else np.zeros_like(bound)
         return cls(
             bound=bound,
-            least=bound + np.maximum(slack // 2, few * (bound // _ROOM)),
+            least=bound + (bound // _ROOM if roomy else slack // 2),
+            most=bound + np.maximum(bound // _ROOM, 0 if roomy else slack // 2),
             wanted=bound + np.maximum(slack, close),
             enough=bound + np.maximum(slack, bound // _ENOUGH),
             close=close,
@@ -75,16 +77,18 @@ def choose_nodes(sides: SideBySide, aims: Aims) -> tuple[IntArray, IntArray]:
         return sides.problem, aims.least
     level = Level.of(sides, sides.node_of_bin, sides.problem_of_bin, sides.problem)
     needs = _Needs.of(sides.costs, level)
-    most = needs.crossing(aims.bound + aims.bound // 100) + needs.total // _ALLOWANCE
+    most = needs.crossing(aims.bound + aims.bound // _LOOSE) + needs.total // _ALLOWANCE
     limit = most
-    for _ in range(_TRIES):
-        load = needs.least_load(aims.least, aims.enough, limit)
+    for number in range(_TRIES):
+        load = needs.least_load(aims.least, aims.most, limit)
         node = level.settle(sides.costs, level.filled(load))
-        node = level.draw_level(sides.costs, node, level.filled(np.maximum(load + aims.close, aims.wanted)))
+        if number == _TRIES - 1 or (needs.moved(node) <= most).any():
+            node = level.draw_level(sides.costs, node, level.filled(np.maximum(load + aims.close, aims.wanted)))
         over = needs.moved(node) - most
-        if not ((over > 0) & (load < aims.enough)).any():
+        if not ((over > 0) & (load < aims.most)).any():
             break
-        limit = limit - 2 * np.maximum(over, 0)
+        lower = limit - _STEP * over if number < _TRIES - 2 else np.full_like(limit, -1)
+        limit = np.where(over > 0, lower, limit)
     return node, load
 
 

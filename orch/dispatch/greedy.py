@@ -44,7 +44,7 @@ def dispatch_greedy(problem: DispatchProblem) -> IntArray:
     costs = problem.item_costs("greedy")
     bound, few = least_load(costs, problem.num_bins), len(costs) <= _FEW_ITEMS
     near = bound >> _CLOSE if len(costs) > _MANY_ITEMS else 0
-    limits = Limits(bound + max(near, int(bound * problem.slack)), patience=_PATIENCE)
+    limits = Limits(bound + max(near, problem.slack_of(bound)), patience=_PATIENCE)
     items = np.flatnonzero(costs)
     best, least = problem.home, _EXPENSIVE
     starts = [_longest_first, _folded]

@@ -15,9 +15,10 @@ from orch.dispatch.side_by_side import SideBySide
 from orch.dispatch.surplus import pick_surplus
 
 _UNPLACED = -1
-_STAYING = 64  # of the items that stay in a place, so many may be swapped for some that move,
-_SMALL = 11  # and so many of those of up to 2^-11 of its load, which may move for others like them
-_PATIENCE = 12
+_STAYING = 64  # of the items that stay in a place so many, or twice as many, may be swapped for some that move,
+_STAYING_IN_ALL = 1 << 14  # but of all places no more than these
+_PATIENCE = 6
+_MAX_WORK = 200_000
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,9 +86,10 @@ class Level:
         return place
 
     def draw_level(self, costs: IntArray, place: IntArray, load: IntArray) -> IntArray:
-        """Swaps items between places that hold more than their `load` (int64[P]) and others.
+        """Moves and swaps items between places that hold more than their `load` (int64[P]) and others.
 
-        In a swap one item costs nothing more to move than it does already, or both are small.
+        What a swap takes is at most what moving the difference of the two places takes in the mean: above all, items
+        that move already go elsewhere, or come back for others.
 
         Args:
             costs: int64[N].
@@ -101,18 +103,15 @@ class Level:
         total = sum_by_bin(costs, place, len(load))
         if not (total > load).any():
             return place
-        stays, small = place == self.place, costs <= load[place] >> _SMALL
-        items = np.concatenate(
-            [
-                (~stays).nonzero()[0],
-                _some((stays & small & (costs > 0)).nonzero()[0], len(load) * _STAYING),
-                _some((stays & ~small).nonzero()[0], len(load) * _STAYING),
-            ]
-        )
-        own, dear, scope = costs[items], ~small[items], self.parent_of_place
-        prices = Prices(self.place[items], self.other[items], self.other_price[items] * dear, self.price[items] * dear)
+        stays = (place == self.place) & (costs > 0)
+        staying = stays.nonzero()[0]
+        most = min(len(load) * _STAYING, _STAYING_IN_ALL)
+        items = np.concatenate([(~stays).nonzero()[0], staying[:: max(1, len(staying) // most)]])
+        own, scope = costs[items], self.parent_of_place
+        rate = float(self.price.sum()) / max(1, int(costs.sum()))
+        prices = Prices(self.place[items], self.other[items], self.other_price[items], self.price[items], rate)
         goal = load - total + sum_by_bin(own, place[items], len(load))  # of the items looked at
-        limits = Limits(goal, group=scope, scope=scope, patience=_PATIENCE, prices=prices)
+        limits = Limits(goal, group=scope, scope=scope, patience=_PATIENCE, max_work=_MAX_WORK, prices=prices)
         place = place.copy()
         place[items] = polish(own, place[items], len(load), limits)
         return place
@@ -120,11 +119,6 @@ class Level:
     def filled(self, load: IntArray) -> IntArray:
         """The load of each place (int64[P]) whose bins are filled to that of their parent (int64[parents])."""
         return load[self.parent_of_place] * self.num_bins
-
-
-def _some(items: IntArray, most: int) -> IntArray:
-    """Up to twice as many of the items, evenly chosen."""
-    return items[:: max(1, len(items) // most)]
 
 
 def _admitted(costs: IntArray, places: IntArray, spare: IntArray) -> IntArray:

@@ -4,7 +4,8 @@ A round pairs the fullest bins with the emptiest ones, all pairs at once. In eac
 that brings the two loads closest to each other; a pair of few items is dealt anew instead, by trying every subset.
 No bin ever becomes as full as the fuller of its pair was, so the largest load never grows.
 
-Where moves have prices, a swap must not take something from both of its items: one of them goes for nothing at least.
+Where moves have prices, a move or a swap may take what moving a cost of the gap between its two bins takes in the mean,
+and no more: of two bins that are nearly level, items are swapped that are moved already, or spare something.
 """
 
 from __future__ import annotations
@@ -35,12 +36,14 @@ class Prices:
         cheap: int64[N], the bin in which it takes `cheap_price`; -1 where there is none.
         cheap_price: int64[N].
         price: int64[N], what it takes in any other bin.
+        rate: What moving a cost of 1 takes in the mean.
     """
 
     free: IntArray
     cheap: IntArray
     cheap_price: IntArray
     price: IntArray
+    rate: float
 
     def of(self, items: IntArray, bins: IntArray) -> IntArray:
         """What it takes to run each of the items (positions) in the bin beside it."""
@@ -49,7 +52,7 @@ class Prices:
 
     def taken(self, items: IntArray) -> Prices:
         """Those of the items at these positions."""
-        return Prices(self.free[items], self.cheap[items], self.cheap_price[items], self.price[items])
+        return Prices(self.free[items], self.cheap[items], self.cheap_price[items], self.price[items], self.rate)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -202,16 +205,12 @@ class _State:
         """Makes the best move or swap of each pair."""
         leaves, others, pair_of_other, pair = items[in_full], items[~in_full], pair[~in_full], pair[in_full]
         gap = (self.excess[pairs.full] - self.excess[pairs.empty])[pair]
-        miss, returns = _miss(self.costs[leaves], gap), np.full(len(leaves), -1, dtype=np.int64)
-        if self.prices is None:
-            self._find_returns(leaves, pair, gap, others, pair_of_other, miss, returns)
-        else:
-            gain, other_gain = self._gain(leaves, pairs.empty[pair]), self._gain(others, pairs.full[pair_of_other])
-            for sign in (-1, 0, 1):
-                may, some = gain + sign >= 0, other_gain == sign
-                found, item = miss[may], returns[may]
-                self._find_returns(leaves[may], pair[may], gap[may], others[some], pair_of_other[some], found, item)
-                miss[may], returns[may] = found, item
+        more = self._more(leaves, pairs.empty[pair], others, pairs.full[pair_of_other])
+        miss, returns = self._missing(leaves, gap, more), np.full(len(leaves), -1, dtype=np.int64)
+        for some in _by_price(more, others):
+            found, item = self._best_returns(leaves, pair, gap, others[some], pair_of_other[some], more)
+            better = found < miss
+            miss, returns = np.where(better, found, miss), np.where(better, item, returns)
         least = np.full(len(pairs), _NEVER, dtype=np.int64)
         np.minimum.at(least, pair, miss)
         winners = ((miss == least[pair]) & (miss < _NEVER)).nonzero()[0][::-1]
@@ -221,35 +220,51 @@ class _State:
         winners = winner[chosen]
         self._exchange(pairs, chosen, leaves[winners], returns[winners])
 
-    def _gain(self, items: IntArray, bins: IntArray) -> IntArray:
-        """Whether moving each item to the bin beside it saves something (1), takes something (-1), or neither (0)."""
-        assert self.prices is not None
-        return np.sign(self.prices.of(items, self.bin_of_item[items]) - self.prices.of(items, bins))
+    def _more(self, leaves: IntArray, to: IntArray, others: IntArray, to_of_other: IntArray) -> IntArray | None:
+        """What it takes more to run an item in the other bin of its pair: int64[N], or None where that is no matter."""
+        if self.prices is None:
+            return None
+        more = np.zeros(len(self.costs), dtype=np.int64)
+        for items, bins in ((leaves, to), (others, to_of_other)):
+            more[items] = self.prices.of(items, bins) - self.prices.of(items, self.bin_of_item[items])
+        return more
 
-    def _find_returns(
+    def _missing(
+        self, leaves: IntArray, gap: IntArray, more: IntArray | None, returns: IntArray | None = None
+    ) -> IntArray:
+        """How far a move or a swap misses level loads; `_NEVER` where it does not help, or takes too much."""
+        change = self.costs[leaves] if returns is None else self.costs[leaves] - self.costs[returns]
+        miss = _miss(change, gap)
+        if more is None:
+            return miss
+        assert self.prices is not None
+        taken = more[leaves] if returns is None else more[leaves] + more[returns]
+        return np.where(taken <= self.prices.rate * gap, miss, _NEVER)
+
+    def _best_returns(
         self,
         leaves: IntArray,
         pair: IntArray,
         gap: IntArray,
         others: IntArray,
         pair_of_other: IntArray,
-        miss: IntArray,
-        returns: IntArray,
-    ) -> None:
-        """Finds for each item that leaves the best one of its pair to get back, where that beats what was found."""
+        more: IntArray | None,
+    ) -> tuple[IntArray, IntArray]:
+        """For each item that leaves how far its best swap misses level loads, and the one of the others it is for."""
         stride = len(self.costs) + 1
         keys = np.empty(len(others) + 2, dtype=np.int64)
         keys[0], keys[-1] = -1, _NEVER  # of no pair
         keys[1:-1] = pair_of_other * stride + others
         keys.sort()
-        costs = self.costs[leaves]
-        wish = costs - gap // 2  # the cost of the ideal item to get back
+        wish = self.costs[leaves] - gap // 2  # the cost of the ideal item to get back
         at = keys.searchsorted(pair * stride + self.costs.searchsorted(wish))
+        least, best = np.full(len(leaves), _NEVER), np.full(len(leaves), -1, dtype=np.int64)
         for key in (keys[at - 1], keys[at]):
             of_pair, item = np.divmod(key, stride)
-            found = _miss(costs - self.costs[item % len(self.costs)], gap)
-            better = ((found < miss) & (of_pair == pair)).nonzero()[0]
-            miss[better], returns[better] = found[better], item[better]
+            miss = self._missing(leaves, gap, more, item % len(self.costs))
+            better = (miss < least) & (of_pair == pair)
+            least, best = np.where(better, miss, least), np.where(better, item, best)
+        return least, best
 
     def _exchange(self, pairs: _Pairs, pair: IntArray, leaves: IntArray, returns: IntArray) -> None:
         full, empty, swaps = pairs.full[pair], pairs.empty[pair], returns >= 0
@@ -279,6 +294,17 @@ class _State:
         self.bin_of_item[items[gains[row]]] = to[gains[row]]
         self.excess[full[gains]] = found[gains] - self.goal[full[gains]]
         self.excess[empty[gains]] = (total - found)[gains] - self.goal[empty[gains]]
+
+
+def _by_price(more: IntArray | None, items: IntArray) -> list[IntArray]:
+    """Positions of the items that spare something when they move, of those that take nothing more, and of the rest.
+
+    The item of the best cost is looked for in each kind, lest it be one that takes too much. One kind without prices.
+    """
+    if more is None:
+        return [np.arange(len(items))]
+    sign = np.sign(more[items])
+    return [(sign == value).nonzero()[0] for value in (-1, 0, 1)]
 
 
 def _subsets() -> npt.NDArray[np.float64]:

@@ -63,6 +63,10 @@ class DispatchProblem:
         """The same problem under another cap."""
         return replace(self, cap=cap)
 
+    def slack_of(self, load: int) -> int:
+        """What a load may exceed the least possible one by, if that is it."""
+        return int(load * float(self.slack))
+
     @property
     def num_bins(self) -> int:
         """Number of bins over all ranks."""

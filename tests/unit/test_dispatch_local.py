@@ -4,13 +4,18 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from orch.balancing import balance
 from orch.bounds import lower_bounds
 from orch.comm.topology import Topology
 from orch.cost import PackedCost, PaddedCost
 from orch.dispatch import DISPATCHERS, DispatchProblem
+from orch.dispatch.between_nodes import Aims, _Needs
 from orch.dispatch.bounds import least_load
 from orch.dispatch.local import dispatch_local_at_once
+from orch.dispatch.side_by_side import SideBySide
 from tests.unit.planning import arrays
 
 
@@ -40,15 +45,21 @@ def test_reaches_the_target_and_moves_little_between_nodes(num_ranks, per_rank, 
     assert moved <= bounds.inter_node + (0.005 if ranks_per_node > 1 else 0.02) * total
 
 
-@pytest.mark.parametrize(("num_ranks", "per_rank"), [(8, 16), (64, 32), (64, 60), (256, 16)])
+@pytest.mark.parametrize(("num_ranks", "per_rank", "most"), [(64, 32, 1.005), (64, 60, 1.005), (256, 16, 1.008)])
 @pytest.mark.parametrize("seed", range(3))
-def test_comes_near_the_least_load_for_little_more_between_nodes(num_ranks, per_rank, seed):
+def test_comes_near_the_least_load_for_little_more_between_nodes(num_ranks, per_rank, most, seed):
     problem = drawn(num_ranks, per_rank, seed)
     bins = DISPATCHERS["local"](problem)
     bounds = lower_bounds(problem.lengths, problem.home, problem.topology)
-    assert problem.largest_load(bins) <= 1.005 * bounds.load
+    assert problem.largest_load(bins) <= most * bounds.load
     moved = int(problem.lengths[crossing(problem, bins)].sum())
-    assert moved <= bounds.inter_node + 0.0055 * problem.lengths.sum()
+    assert moved <= bounds.inter_node + 0.005 * problem.lengths.sum()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_one_node_is_polished_to_the_least_load(seed):
+    problem = drawn(8, 32, seed)
+    assert problem.largest_load(DISPATCHERS["local"](problem)) <= 1.0005 * least_load(problem.lengths, 8)
 
 
 def test_loads_are_least_where_no_node_need_send_much_for_it():
@@ -79,6 +90,64 @@ def test_slack_spares_bytes_and_is_kept(slack):
     must = lower_bounds(problem.lengths, problem.home, problem.topology, target=int((1 + slack) * least)).inter_node
     assert must <= sent[0] < sent[1]
     assert problem.moved_bytes(loose) < 0.95 * problem.moved_bytes(tight)
+
+
+def test_slack_never_breaks_a_cap_that_can_be_met():
+    lengths, home = np.arange(1, 13), np.repeat([0, 1], 6)
+    for dispatcher in ("local", "greedy"):
+        for slack in (0.0, 0.1, 0.5, 1.0):
+            ranks = balance(lengths, home, Topology(2), slack=slack, max_tokens=40, dispatcher=dispatcher)
+            assert np.bincount(ranks, weights=lengths).tolist() in ([39, 39], [38, 40], [40, 38])
+
+
+@pytest.mark.parametrize("slack", [0.0, 0.0092, 0.02])
+def test_nodes_get_room_where_they_need_it_before_all_is_dealt_anew(slack):
+    """Few long and many short items: a node filled to the brim could not spread the long ones over its ranks."""
+    rng = np.random.default_rng(355)
+    lengths, home = np.where(rng.random(1024) < 0.1, 4000, 50), np.repeat(np.arange(16), 64)
+    problem = DispatchProblem(lengths, home, Topology(16, 4), PackedCost(), slack=slack)
+    bins = DISPATCHERS["local"](problem)
+    assert problem.largest_load(bins) <= (1 + max(0.01, slack)) * least_load(lengths, 16)
+    assert lengths[crossing(problem, bins)].sum() < 0.05 * lengths.sum()
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_what_crosses_is_cheap_where_bytes_are_not_as_lengths(seed):
+    """One in twenty items is short and heavy: none of these needs to leave its node."""
+    lengths = np.random.default_rng(seed).lognormal(6, 1, 3840).astype(np.int64) + 1
+    heavy = lengths < np.quantile(lengths, 0.05)
+    home, topology = np.repeat(np.arange(64), 60), Topology(64, 8)
+    ranks = balance(lengths, home, topology, sizes=np.where(heavy, 10**7, lengths))
+    gone = topology.node_of_rank[ranks] != topology.node_of_rank[home]
+    assert gone.any()
+    assert not (gone & heavy).any()
+
+
+@given(
+    st.lists(st.integers(0, 50), min_size=3, max_size=3),
+    st.lists(st.integers(1, 3), min_size=3, max_size=3),
+    st.integers(0, 60),
+    st.integers(0, 40),
+    st.integers(0, 60),
+)
+def test_the_least_load_that_makes_no_more_cross_is_found(loads, num_bins, low, width, limit):
+    loads, num_bins, one = arrays(loads), arrays(num_bins), np.zeros(3, dtype=np.int64)
+    needs = _Needs(one, one, one, loads, num_bins, one, arrays([loads.sum()]))
+    found = int(needs.least_load(arrays([low]), arrays([low + width]), arrays([limit]))[0])
+
+    def crosses(load):
+        return sum(max(0, own - load * bins) for own, bins in zip(loads.tolist(), num_bins.tolist(), strict=True))
+
+    enough = [load for load in range(low, low + width + 1) if crosses(load) <= limit]
+    assert found == min(enough, default=low + width)
+
+
+def test_many_items_need_not_be_dealt_to_the_last_token():
+    for size, close in ((1 << 15, 0), ((1 << 15) + 1, 4 >> 1)):
+        lengths = np.full(size, 1 << 10)
+        problem = DispatchProblem(lengths, np.zeros(size, dtype=np.int64), Topology(8), PackedCost())
+        aims = Aims.of(SideBySide.of([problem]), [problem], roomy=False)
+        assert (aims.wanted > aims.bound).all() == (close > 0)
 
 
 def test_problems_side_by_side_keep_each_its_own_slack():
