@@ -60,17 +60,24 @@ def make_zero_config(model: nn.Module, accumulate: int, clip: float = 0.0, **zer
 def read_zero_options(path: Path, stage: int) -> dict[str, Any]:
     """What `make_zero_config` takes from a file of DeepSpeed's: "zero_optimization" and "gradient_clipping".
 
+    What is "auto" in "zero_optimization", for Hugging Face's Trainer to choose, is left to DeepSpeed's defaults.
+
     Raises:
-        ValueError: If the file is for another stage.
+        ValueError: If the file is for another stage, has no "zero_optimization", or names no number to clip at.
     """
     config = json.loads(path.read_text())
-    zero = dict(config["zero_optimization"])
+    if not isinstance(config, dict) or not isinstance(config.get("zero_optimization"), dict):
+        raise ValueError(f"{path} must have a section `zero_optimization`, but has none.")
+    zero = {name: value for name, value in config["zero_optimization"].items() if value != "auto"}
     if zero.setdefault("stage", stage) != stage:
         raise ValueError(f"`zero_optimization` of {path} must be of stage {stage}, but is of {zero['stage']} instead.")
     del zero["stage"]
+    clip = config.get("gradient_clipping", 0.0)
+    if not isinstance(clip, (int, float)):
+        raise ValueError(f"`gradient_clipping` of {path} must be a number (0: none), but is {clip!r} instead.")
     if not torch.cuda.is_available():
         zero["overlap_comm"] = False
-    return {"clip": config.get("gradient_clipping", 0.0), **zero}
+    return {"clip": clip, **zero}
 
 
 class Engine(ABC):
