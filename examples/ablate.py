@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
+from checks import at_least, check_run
 from omni.tokenizer import train_tokenizer
 from part_times import PartTimes, least, pin_thread
 from reporting import print_ablation
@@ -201,13 +202,15 @@ def run(args: Namespace) -> dict[str, Any]:
 def make_arguments() -> ArgumentParser:
     """Those of the training example, and those of the comparison."""
     parser = make_parser((__doc__ or "").splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=14, help="times that every step is run under each variant")
+    parser.add_argument(
+        "--repeats", type=at_least(1), default=14, help="times that every step is run under each variant"
+    )
     parser.add_argument(
         "--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), help='to compare; "none" always takes part'
     )
     # Wide and shallow: attention takes a share of a step that is near that of large models at their lengths.
-    parser.add_argument("--hidden-size", type=int, default=512, help="of the LLM")
-    parser.add_argument("--num-layers", type=int, default=2, help="of the LLM and of the vision tower")
+    parser.add_argument("--hidden-size", type=at_least(1), default=512, help="of the LLM")
+    parser.add_argument("--num-layers", type=at_least(1), default=2, help="of the LLM and of the vision tower")
     parser.set_defaults(steps=5, samples=1000, token_budget=2048, max_pixels=448 * 448, ranks_per_node=1)
     return parser
 
@@ -216,6 +219,7 @@ def main() -> None:
     """Every rank runs this."""
     args = make_arguments().parse_args()
     dist.init_process_group("gloo")
+    check_run(args)
     result = run(args)
     if dist.get_rank() == 0:
         print_ablation(result)

@@ -19,6 +19,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import numpy as np
 import torch
 import torch.distributed as dist
+from checks import OPTIONS_FILE, at_least, check_run, loader_file
 from engines import Engine
 from omni.dataset import OmniDataset
 from omni.generator import GeneratedDataset, Mix
@@ -37,8 +38,6 @@ from orch.report import mean_and_max
 
 Wrap = Callable[[nn.Module, Namespace], Engine]
 
-OPTIONS_FILE = "options.json"
-LASTING_OPTIONS = ("engine", "layout", "token_budget", "accumulate", "samples", "dtype", "max_length", "max_pixels")
 PRINTED_ONLY = ("gather_ms", "exchange_ms")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -54,18 +53,18 @@ def make_parser(description: str, engines: Sequence[str] = ("ddp",)) -> Argument
     add("--balance", choices=["none", "pre", "llm", "post"], default="post")
     add("--layout", choices=["packed", "padded"], default="packed", help="how samples lie in the LLM's batch")
     add("--exchange", choices=["auto", "flat", "node_wise", "all_gather"], default="auto")
-    add("--token-budget", type=int, default=2048, help="tokens of a rank's group")
-    add("--ranks-per-node", type=int, help="plays nodes of so many ranks; default: the hosts that there are")
-    add("--steps", type=int, help="stop after so many optimizer steps")
-    add("--epochs", type=int, default=1)
-    add("--accumulate", type=int, default=1, help="micro-steps of an optimizer step")
-    add("--samples", type=int, default=2000, help="size of the generated data set")
+    add("--token-budget", type=at_least(1), default=2048, help="tokens of a rank's group")
+    add("--ranks-per-node", type=at_least(1), help="plays nodes of so many ranks; default: the hosts that there are")
+    add("--steps", type=at_least(1), help="stop after so many optimizer steps")
+    add("--epochs", type=at_least(1), default=1)
+    add("--accumulate", type=at_least(1), default=1, help="micro-steps of an optimizer step")
+    add("--samples", type=at_least(1), default=2000, help="size of the generated data set")
     add("--lr", type=float, default=2e-3)
-    add("--seed", type=int, default=0)
+    add("--seed", type=at_least(0), default=0)
     add("--dtype", choices=list(DTYPES), default="float32")
-    add("--max-length", type=int, default=4096, help="tokens of a sample; media are never cut")
-    add("--max-pixels", type=int, default=256 * 256, help="of a picture; larger ones are scaled down")
-    add("--num-workers", type=int, default=1)
+    add("--max-length", type=at_least(1), default=4096, help="tokens of a sample; media are never cut")
+    add("--max-pixels", type=at_least(1), default=256 * 256, help="of a picture; larger ones are scaled down")
+    add("--num-workers", type=at_least(0), default=1)
     add("--strict", action="store_true", help="stop at a record that cannot be used")
     add("--prepend-placeholders", action="store_true", help="media without a placeholder go to the front")
     add("--save", type=Path, help="folder for a checkpoint, written where the run ends")
@@ -96,7 +95,12 @@ def make_model(args: Namespace, config: Any, device: torch.device) -> Any:
 
 
 def train(args: Namespace, wrap: Wrap) -> dict[str, Any]:
-    """Trains under the engine that `wrap` makes of the model, and returns the report."""
+    """Trains under the engine that `wrap` makes of the model, and returns the report.
+
+    Raises:
+        RankFailedError: On all ranks alike, before anything is trained, if `check_run` refuses the options.
+    """
+    lasting_options = check_run(args)
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
     tokenizer = train_tokenizer()
     config = tiny_thinker_config(tokenizer.vocab_size)
@@ -121,9 +125,8 @@ def train(args: Namespace, wrap: Wrap) -> dict[str, Any]:
         exchange=args.exchange,
     )
     if args.resume is not None:
-        _check_options(args)
         engine.load(args.resume)
-        batches.load_state_dict(json.loads(_loader_file(args.resume).read_text()))
+        batches.load_state_dict(json.loads(loader_file(args.resume).read_text()))
 
     losses, step_ms, trained, skipped = [], [], [], []
     num_tokens, begin = 0, time.perf_counter()
@@ -149,30 +152,10 @@ def train(args: Namespace, wrap: Wrap) -> dict[str, Any]:
             if len(losses) == args.steps:
                 break
     if args.save is not None:
-        args.save.mkdir(parents=True, exist_ok=True)
         engine.save(args.save)
-        (args.save / OPTIONS_FILE).write_text(json.dumps(_lasting_options(args)))
-        _loader_file(args.save).write_text(json.dumps(batches.state_dict()))
+        (args.save / OPTIONS_FILE).write_text(json.dumps(lasting_options))
+        loader_file(args.save).write_text(json.dumps(batches.state_dict()))
     return _report(batches, losses, step_ms, trained, skipped, num_tokens / (time.perf_counter() - begin))
-
-
-def _lasting_options(args: Namespace) -> dict[str, Any]:
-    return {name: getattr(args, name) for name in LASTING_OPTIONS}
-
-
-def _check_options(args: Namespace) -> None:
-    """A checkpoint goes on with the options that it was saved with."""
-    for name, saved in json.loads((args.resume / OPTIONS_FILE).read_text()).items():
-        if getattr(args, name) != saved:
-            option = f"--{name.replace('_', '-')}"
-            raise ValueError(
-                f"`{option}` must be {saved!r}, as in the run that was saved, but is {getattr(args, name)!r}."
-            )
-
-
-def _loader_file(folder: Path) -> Path:
-    """Where this rank's loader stands."""
-    return folder / f"loader-{dist.get_rank()}.json"
 
 
 def _report(

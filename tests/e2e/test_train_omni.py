@@ -147,6 +147,24 @@ def test_a_stopped_run_is_resumed(tmp_path):
         assert stopped["samples_trained"] + resumed["samples_trained"] == whole["samples_trained"] == 60
 
 
+def test_a_resumed_run_that_differs_is_refused_alike_on_all_ranks(tmp_path):
+    options, folder = "--samples 30 --max-pixels 12544 --token-budget 192 --num-workers 0", tmp_path / "saved"
+
+    def run(*more):
+        import train_ddp
+        from training import make_parser, train
+
+        train(make_parser("").parse_args([*options.split(), *more]), train_ddp.wrap)
+
+    run_ranks(run, 2, "--steps", "1", "--save", str(folder), timeout_s=60)
+    other = {3: "the number of ranks must be 2, as in the run that was saved, but is 3", 2: "`--lr` must be 0.002"}
+    for num_ranks, message in other.items():
+        more = ["--resume", str(folder), *(["--lr", "0.1"] if num_ranks == 2 else [])]
+        for outcome in run_ranks(run, num_ranks, *more, timeout_s=60, expect_failure=True):
+            assert message in outcome.traceback
+            assert not outcome.hung
+
+
 def test_every_record_of_the_demo_is_trained_once_and_balanced(orch_data, tmp_path):
     options = ("--token-budget", 4096, "--ranks-per-node", 2)
     report, _ = report_of(tmp_path, 4, "--data", orch_data / "omni_demo.jsonl", *options)

@@ -3,14 +3,17 @@
 import ast
 import graphlib
 import inspect
+import json
 from pathlib import Path
 
+import ablate
 import engines
 import pytest
 import train_ddp
 import train_deepspeed
 import train_fsdp2
 import train_omni
+import training
 from training import make_parser
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -133,3 +136,127 @@ def test_a_script_refuses_what_belongs_to_another_engine(script, options, capsys
 def test_the_stage_of_zero_is_2_if_not_chosen():
     parser = make_parser("", train_deepspeed.ENGINES)
     assert [parser.parse_args(words).engine for words in ([], ["--engine", "zero3"])] == ["zero2", "zero3"]
+
+
+COUNTS = ("steps", "epochs", "accumulate", "samples", "token-budget", "ranks-per-node", "max-length", "max-pixels")
+
+
+@pytest.mark.parametrize("value", ["0", "-1"])
+@pytest.mark.parametrize("name", [*COUNTS, "repeats", "hidden-size", "num-layers"])
+def test_counts_below_1_are_refused(name, value, capsys):
+    parser = make_parser("") if name in COUNTS else ablate.make_arguments()
+    with pytest.raises(SystemExit):
+        parser.parse_args([f"--{name}", value])
+    assert f"argument --{name}: must be at least 1, but is {value} instead" in capsys.readouterr().err
+    assert vars(parser.parse_args([f"--{name}", "1"]))[name.replace("-", "_")] == 1
+
+
+def test_no_workers_are_a_number_of_workers_and_words_are_not(capsys):
+    parser = make_parser("")
+    assert parser.parse_args(["--num-workers", "0", "--seed", "0"]).num_workers == 0
+    for words in (["--num-workers", "-1"], ["--seed", "-1"], ["--steps", "few"]):
+        with pytest.raises(SystemExit):
+            parser.parse_args(words)
+    assert "argument --steps: invalid integer value: 'few'" in capsys.readouterr().err
+
+
+class WrappedError(Exception):
+    """A run was not refused before its model was wrapped."""
+
+
+def refusal(*options):
+    """What a run with these options is refused for before there is a model."""
+
+    def wrap(model, args):
+        raise WrappedError
+
+    with pytest.raises(RuntimeError, match="Rank 0 failed") as caught:
+        training.train(make_parser("").parse_args([str(option) for option in options]), wrap)
+    return str(caught.value)
+
+
+def test_places_that_cannot_be_written_are_refused_before_training(tmp_path):
+    file = tmp_path / "file"
+    file.write_text("")
+    for folder in (file, file / "saved"):
+        assert f"`--save` must lie where a folder can be written, but {folder}" in refusal("--save", folder)
+    assert "`--report` must lie where a folder" in refusal("--report", file / "report.json")
+    assert f"`--report` must be a file that can be written, but {tmp_path}" in refusal("--report", tmp_path)
+
+
+def test_missing_folders_are_made_before_training(tmp_path):
+    folders = tmp_path / "reports" / "today", tmp_path / "runs" / "saved"
+    options = ["--report", str(folders[0] / "report.json"), "--save", str(folders[1])]
+    training.check_run(make_parser("").parse_args(options))
+    assert all(folder.is_dir() and not list(folder.iterdir()) for folder in folders)
+
+
+def test_a_folder_without_a_checkpoint_is_refused(tmp_path):
+    said = refusal("--resume", tmp_path / "nowhere", "--save", tmp_path / "nowhere")
+    assert "`--resume` must be a folder that `--save` wrote, with options.json, a loader-<rank>.json" in said
+    assert "nowhere has no options.json" in said
+
+
+def test_data_that_cannot_be_read_are_refused_by_name(tmp_path):
+    assert "`--data` must be a file that can be read" in refusal("--data", tmp_path / "none.jsonl")
+
+
+def saved_with(folder, *options):
+    """A folder with the options of a run, as `train` saves them, and a loader's state."""
+    folder.mkdir()
+    lasting = training.check_run(make_parser("").parse_args([str(option) for option in options]))
+    (folder / "options.json").write_text(json.dumps(lasting))
+    (folder / "loader-0.json").write_text("{}")
+    return folder
+
+
+def test_a_checkpoint_goes_on_only_with_its_own_options(tmp_path):
+    saved = saved_with(tmp_path / "saved")
+    parser = make_parser("")
+    training.check_run(parser.parse_args(["--resume", str(saved), "--epochs", "2", "--num-workers", "0"]))
+    for option, value, other in (("--lr", "0.002", "0.1"), ("--seed", "0", "1"), ("--token-budget", "2048", "1024")):
+        said = f"`{option}` must be {value}, as in the run that was saved, but is {float(other):g} instead"
+        assert said in refusal("--resume", saved, option, other)
+    assert "`--prepend-placeholders` must be False" in refusal("--resume", saved, "--prepend-placeholders")
+    (saved / "loader-0.json").unlink()
+    assert "saved has no loader-0.json" in refusal("--resume", saved)
+
+
+def test_a_checkpoint_goes_on_only_with_its_own_data(tmp_path):
+    records = [tmp_path / name / "records.jsonl" for name in ("first", "moved", "other")]
+    for path, text in zip(records, ("{}\n", "{}\n", "[]\n"), strict=True):
+        path.parent.mkdir()
+        path.write_text(text)
+    saved = saved_with(tmp_path / "saved", "--data", records[0])
+    training.check_run(make_parser("").parse_args(["--resume", str(saved), "--data", str(records[1])]))
+    said = refusal("--resume", saved, "--data", records[2])
+    assert "`--data` must be 'records.jsonl (sha256 ca3d163bab055381)', as in the run that was saved" in said
+    assert "`--data` must be 'records.jsonl" in refusal("--resume", saved)
+    generated = saved_with(tmp_path / "generated")
+    assert "`--data` must be None, as in the run" in refusal("--resume", generated, "--data", records[0])
+
+
+ZERO_FILES = {
+    "no section": ({"gradient_clipping": 1.0}, "must have a section `zero_optimization`, but has none"),
+    "no sections": ([], "must have a section `zero_optimization`, but has none"),
+    "auto": (
+        {"zero_optimization": {"stage": 2}, "gradient_clipping": "auto"},
+        r"`gradient_clipping` of .*zero.json must be a number \(0: none\), but is 'auto' instead",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ZERO_FILES)
+def test_files_of_deepspeeds_that_say_too_little_are_refused(case, tmp_path):
+    config, message = ZERO_FILES[case]
+    (tmp_path / "zero.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=message):
+        engines.read_zero_options(tmp_path / "zero.json", 2)
+
+
+def test_auto_in_zero_options_is_left_to_deepspeed(tmp_path):
+    config = {"zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "sub_group_size": 7}}
+    (tmp_path / "zero.json").write_text(json.dumps(config))
+    options = engines.read_zero_options(tmp_path / "zero.json", 3)
+    assert "reduce_bucket_size" not in options
+    assert (options["sub_group_size"], options["clip"]) == (7, 0.0)
