@@ -63,7 +63,8 @@ def _named(ranks: Sequence[int]) -> str:
 def told(value: object, *, within: tuple[int, ...] = ()) -> str:
     """A value in words that are the same on every rank: its `repr`, without addresses.
 
-    Objects of classes without a `repr` of their own, such as a user's cost model, are told by class and attributes.
+    Objects of classes without a `repr` of their own, such as a user's cost model, are told by class and attributes. The
+    order of a mapping's keys does not count.
 
     Args:
         value: The value.
@@ -73,7 +74,7 @@ def told(value: object, *, within: tuple[int, ...] = ()) -> str:
         return "..."
     within = (*within, id(value))
     if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{told(key)}: {told(each, within=within)}' for key, each in value.items())}}}"
+        return f"{{{', '.join(sorted(f'{told(key)}: {told(each, within=within)}' for key, each in value.items()))}}}"
     if isinstance(value, AbstractSet):
         return f"{{{', '.join(sorted(told(each, within=within) for each in value))}}}"
     if type(value) in (list, tuple):

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from orch.comm.topology import IntArray, Topology
 
@@ -39,6 +40,22 @@ Group = ProcessGroup | NodeGroups | None
 """Where an exchange takes place; None for the world, or a world of one."""
 
 
+def group_of_axis(group: ProcessGroup | DeviceMesh | None) -> ProcessGroup | None:
+    """The group of a mesh's only axis; a group as it is.
+
+    Raises:
+        ValueError: If the mesh has several axes.
+    """
+    if not isinstance(group, DeviceMesh):
+        return group
+    if group.ndim != 1:
+        raise ValueError(
+            "`group` must be a process group or one axis of a mesh, as in `mesh['dp']`, "
+            f"but is a mesh of {group.ndim} axes {group.mesh_dim_names or ''} instead."
+        )
+    return group.get_group()
+
+
 def whole_of(group: Group) -> ProcessGroup | None:
     """The group itself, without those of its hops."""
     return group.whole if isinstance(group, NodeGroups) else group
@@ -48,6 +65,9 @@ def new_node_groups(
     whole: ProcessGroup, topology: Topology, *, timeout_s: float = DEFAULT_TIMEOUT_S, like: str | None = None
 ) -> NodeGroups:
     """Makes the groups of two hops; every rank of `whole` must call it, in the same order as its other groups.
+
+    Leaves all ranks of `whole` in equally many groups, so that groups which only their ranks make can be made after it:
+    those of fewer are given groups of their own.
 
     Args:
         whole: The group whose rows travel.
@@ -64,10 +84,10 @@ def new_node_groups(
     neighbours = topology.ranks_of_node(int(topology.node_of_rank[rank]))
     _level_group_counts(whole)
     inside = _subgroup(whole, neighbours, backend, timeout_s) if len(neighbours) > 1 else None
+    _level_group_counts(whole)  # a rank that is alone on its node has made none
     if not topology.is_even or topology.num_nodes == 1 or topology.node_size == 1:
         return NodeGroups(whole, inside, whole, np.arange(topology.num_ranks, dtype=np.int64))
     same_place = np.flatnonzero(topology.local_rank == topology.local_rank[rank])
-    _level_group_counts(whole)
     return NodeGroups(whole, inside, _subgroup(whole, same_place, backend, timeout_s), same_place)
 
 

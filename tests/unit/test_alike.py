@@ -5,6 +5,7 @@ import json
 import pytest
 
 from orch.comm import alike
+from orch.comm.alike import told
 from orch.comm.hosts import encode_text
 
 
@@ -40,3 +41,8 @@ def test_a_setting_that_not_all_ranks_know_is_named_on_all(monkeypatch):
     old, new = {"`a`": "x"}, {"`a`": "x", "`b`": "y"}
     assert refusal_of(monkeypatch, [old, new]) == "`b` is unknown on rank 100 and y on rank 101"
     assert refusal_of(monkeypatch, [new, old]) == "`b` is y on rank 100 and unknown on rank 101"
+
+
+def test_the_order_of_keys_is_not_told():
+    assert told({"a": 1, "b": {"c": 2, 3: 4}}) == told({"b": {3: 4, "c": 2}, "a": 1})
+    assert told({"a": 1, "b": 2}) != told({"a": 2, "b": 1})
