@@ -7,6 +7,7 @@ from typing import Any
 
 from orch.odb.batches import Delivery
 from orch.odb.pipeline import Pipeline
+from orch.odb.state import Position
 
 ITERATED_ANEW = (
     "A loader must have one iterator at a time, but was iterated anew before the epoch of this one had come to its end "
@@ -19,16 +20,13 @@ class LoaderIterator:
 
     Args:
         pipeline: Prepares them.
-        note_taken: Called for each that is taken.
-        note_end: Called when all have been, with their number.
+        position: Where this epoch stands, which is noted here.
+        note_end: Called when all have been taken, with their number.
     """
 
-    def __init__(
-        self, pipeline: Pipeline[Delivery], note_taken: Callable[[Delivery], None], note_end: Callable[[int], None]
-    ) -> None:
-        self._pipeline, self._note_taken, self._note_end = pipeline, note_taken, note_end
+    def __init__(self, pipeline: Pipeline[Delivery], position: Position, note_end: Callable[[int], None]) -> None:
+        self._pipeline, self._position, self._note_end = pipeline, position, note_end
         self._num_taken = 0
-        self._has_ended = False
 
     def __iter__(self) -> LoaderIterator:
         return self
@@ -41,18 +39,22 @@ class LoaderIterator:
         """
         try:
             delivery = next(self._pipeline)
-        except StopIteration:
-            if not self._has_ended and not self._pipeline.is_closed:
-                self._has_ended = True
+        except BaseException as error:
+            if isinstance(error, StopIteration) and not self._position.is_between and not self._pipeline.is_closed:
                 self._note_end(self._num_taken)
+            self.leave()
             raise
         self._num_taken += 1
-        self._note_taken(delivery)
+        self._position.record = delivery.record.after(delivery.place + 1)
         return delivery.item
+
+    def leave(self) -> None:
+        """Says that nobody waits for further batches, though some may still be taken: an epoch may be set."""
+        self._position.is_between = True
 
     def close(self) -> None:
         """Stops before the end; the other ranks are told at their next round."""
-        self._has_ended = True
+        self.leave()
         self._pipeline.close()
 
     def __del__(self) -> None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import functools
 import math
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
+from orch.comm.groups import group_of_axis
 from orch.comm.topology import Topology
 from orch.odb.alike import once_alike, settings_of
 from orch.odb.batches import BatchBuilder, Delivery, SampleBuilder
@@ -30,7 +33,7 @@ from orch.odb.peers import join_peers, topology_of
 from orch.odb.pipeline import Pipeline
 from orch.odb.rounds import LocalRounds, RoundContext
 from orch.odb.sampling import ShardedOrder, order_of
-from orch.odb.state import RoundRecord
+from orch.odb.state import Position, RoundRecord
 from orch.odb.step_info import resolve_loss_scaling
 from orch.odb.window import GroupingWindow
 from orch.odb.worker import Measuring
@@ -74,10 +77,11 @@ class ODBDataLoader:
         shard_stream: Whether an iterable data set is divided among ranks and workers here; False if it does so itself.
         drop_last: Only False: use `join` instead.
         topology: Which ranks share a node, so that samples travel within; by default as the launcher says.
-        group: Data-parallel process group; by default the world.
+        group: Data-parallel process group, or that axis of a `DeviceMesh` (`mesh["dp"]`); by default the world.
         rank: Given with `world_size` if not that of `group`, e.g. 0 of 1 for a loader on one rank only.
         world_size: Number of ranks that share the data.
-        lost_after_s: A rank that is silent for so long counts as lost. One that is late, but alive, is waited for.
+        lost_after_s: A rank that is silent for so long counts as lost. One that is late, but alive, is waited for;
+            once this rank has left an epoch, for the others to leave it, 20 times as long.
         batch_size: Only 1 or None: the loader forms the batches.
         pin_memory: Pin batches, where there is a GPU.
         prefetch_factor: Samples that each worker reads ahead, if more than two windows are wanted.
@@ -119,7 +123,7 @@ class ODBDataLoader:
         shard_stream: bool = True,
         drop_last: bool = False,
         topology: Topology | None = None,
-        group: ProcessGroup | None = None,
+        group: ProcessGroup | DeviceMesh | None = None,
         rank: int | None = None,
         world_size: int | None = None,
         lost_after_s: float = DEFAULT_LOST_AFTER_S,
@@ -128,7 +132,8 @@ class ODBDataLoader:
         prefetch_factor: int | None = None,
         **dataloader_kwargs: Any,
     ) -> None:
-        check_arguments(grouping, accumulation_steps, over_length, batch_size, drop_last)
+        flags = {"shuffle": shuffle, "mixes_lengths": mixes_lengths, "shard_stream": shard_stream}
+        check_arguments(grouping, accumulation_steps, max_length, over_length, batch_size, drop_last, **flags)
         current = {"token_budget": token_budget, "loss_scaling": loss_scaling, "join": join, "buffer_size": buffer_size}
         named = take_older_names(dataloader_kwargs, **current)
         self.budget, self.grouping = TokenBudget(named["token_budget"], layout, max_samples), grouping
@@ -139,6 +144,7 @@ class ODBDataLoader:
         self.accumulation_steps, self.pin_memory = accumulation_steps, pin_memory
         self.shuffle, self.seed, self.num_workers = shuffle, seed, dataloader_kwargs.get("num_workers", 0)
         self.shard_stream = shard_stream
+        group = group_of_axis(group)
         self.peers = join_peers(group, rank, world_size, lost_after_s)
         found = topology_of(self.peers, group)  # in any case, since ranks tell each other
         self.topology = topology or found
@@ -162,7 +168,7 @@ class ODBDataLoader:
         self._pipeline: Pipeline[Delivery] | None = None
         self._num_micro_steps: int | None = None
         self._resumed: RoundRecord | None = None
-        self._position = RoundRecord(0)
+        self._position = Position(RoundRecord(0))
 
     @property
     def token_budget(self) -> int:
@@ -183,8 +189,8 @@ class ODBDataLoader:
         if self._resumed is not None and self._resumed.epoch != epoch:
             self._resumed = None
         self.epoch = epoch
-        if self._resumed is None and (self._pipeline is None or self._pipeline.has_ended):
-            self._position = RoundRecord(epoch)
+        if self._resumed is None and self._position.is_between:
+            self._position = Position(RoundRecord(epoch))  # another, which an iteration that was left does not move
 
     def __iter__(self) -> Iterator[Any]:
         """Yields collated batches with their step info."""
@@ -224,7 +230,7 @@ class ODBDataLoader:
         """
         if self.order is None:
             raise TypeError("`dataset` must be map-style for `state_dict`, but is iterable instead.")
-        return (self._resumed or self._position).to_dict(self._fingerprint())
+        return (self._resumed or self._position.record).to_dict(self._fingerprint())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on where `state` was saved: the next iteration hands out what had not been handed out, once.
@@ -233,23 +239,33 @@ class ODBDataLoader:
             ValueError: If it was saved by another rank, on another number of ranks, or over other data.
         """
         self._resumed = RoundRecord.from_dict(state, self._fingerprint())
-        self.epoch = self._resumed.epoch
+        self.epoch, self._position = self._resumed.epoch, Position(self._resumed)
 
     def close(self) -> None:
         """Stops what runs in the background; the loader can be iterated anew.
 
         Raises:
             RankLostError: If a rank is gone, without which the others cannot stop together.
+            RuntimeError: If others do not leave the epoch that this rank has left.
         """
         self._close()
 
     def _close(self, why: str = "") -> None:
         """As `close`; `why` is raised to who goes on with the iterator."""
-        if self._pipeline is not None:
-            pipeline, self._pipeline = self._pipeline, None
-            pipeline.close(why)
-            while not pipeline.join(1.0):
-                self.peers.check()
+        self._position.is_between = True
+        if self._pipeline is None:
+            return
+        self._pipeline.close(why)
+        limit_s = self.peers.patience_s
+        deadline = time.monotonic() + limit_s
+        while not self._pipeline.join(min(1.0, limit_s)):
+            self.peers.check()
+            if time.monotonic() > deadline:
+                raise RuntimeError(
+                    f"Rank {self.peers.rank} left an epoch of the loader that other ranks are still in after "
+                    f"{limit_s:g} s: all ranks must take the same number of batches before they go on."
+                )
+        self._pipeline = None
 
     def _start(self, builder: BatchBuilder | SampleBuilder, grouping: Grouping, *, exchanges: bool) -> LoaderIterator:
         self._close(ITERATED_ANEW)
@@ -257,7 +273,7 @@ class ODBDataLoader:
         begin.check_way(is_exchanged=exchanges or grouping == "local")
         self.epoch, self._resumed = begin.epoch + 1, None
         run, stop = self._feed.start(begin), threading.Event()
-        self.skipped, self._position = run.skipped, begin
+        self.skipped, self._position = run.skipped, Position(begin, is_between=False)
         buffer = SampleBuffer(run, self.window_size, longer_than=self.token_budget)
         seeds = (self.seed, begin.epoch if self.shuffle else 0)
         context = RoundContext(buffer, self.peers, builder, self.join, stop, seeds, begin)
@@ -268,14 +284,11 @@ class ODBDataLoader:
         settings = settings_of(self, begin, grouping, is_collated=exchanges)
         deliveries = builder.deliver(once_alike(settings, self.peers, rounds))
         self._pipeline = Pipeline(deliveries, stop, run.close, self.peers.check)
-        return LoaderIterator(self._pipeline, self._note_taken, functools.partial(self._note_end, rounds))
+        return LoaderIterator(self._pipeline, self._position, functools.partial(self._note_end, rounds, self._position))
 
-    def _note_taken(self, delivery: Delivery) -> None:
-        self._position = delivery.record.after(delivery.place + 1)
-
-    def _note_end(self, rounds: LocalRounds | GlobalRounds, num_micro_steps: int) -> None:
+    def _note_end(self, rounds: LocalRounds | GlobalRounds, position: Position, num_micro_steps: int) -> None:
         """Takes down what is known at the end of an epoch."""
-        self._position = RoundRecord(self.epoch)
+        position.record = RoundRecord(self.epoch)
         if rounds.context.resumed is None or not rounds.context.resumed.num_rounds:
             self._num_micro_steps = num_micro_steps
         self.num_dropped = rounds.num_dropped

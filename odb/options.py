@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 
 from torch.utils.data import DataLoader
 
-from orch.comm.counts import check_count
+from orch.comm.counts import check_count, check_flag
 from orch.odb.buffer import WindowSize
 from orch.odb.step_info import resolve_loss_scaling
 
@@ -59,6 +59,7 @@ def take_older_names(given: dict[str, Any], **current: Any) -> dict[str, Any]:
         raise ValueError("`token_budget` must be given, but is None instead.")
     check_count("token_budget", resolved["token_budget"])
     resolved["join"] = True if resolved["join"] is None else resolved["join"]
+    check_flag("join", resolved["join"])
     return resolved
 
 
@@ -75,7 +76,13 @@ def _of_config(name: str, given: Any, of_config: Any) -> Any:
 
 
 def check_arguments(
-    grouping: str, accumulation_steps: int, over_length: str, batch_size: int | None, drop_last: bool
+    grouping: str,
+    accumulation_steps: int,
+    max_length: int | None,
+    over_length: str,
+    batch_size: int | None,
+    drop_last: bool,
+    **flags: bool,
 ) -> None:
     """Refuses arguments that make no sense.
 
@@ -85,6 +92,10 @@ def check_arguments(
     if grouping not in get_args(Grouping):
         raise ValueError(f"`grouping` must be 'global' or 'local', but is {grouping!r} instead.")
     check_count("accumulation_steps", accumulation_steps)
+    if max_length is not None:
+        check_count("max_length", max_length)
+    for name, value in flags.items():
+        check_flag(name, value)
     if over_length not in ("drop", "raise"):
         raise ValueError(f"`over_length` must be 'drop' or 'raise', but is {over_length!r} instead.")
     if batch_size not in (None, 1):

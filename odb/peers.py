@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from orch.comm.topology import IntArray, Topology
 from orch.odb.heartbeat import DEFAULT_LOST_AFTER_S, Heartbeat
 
 LONGEST_WAIT_S = 7 * 86400.0
+PATIENCE = 20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,6 +36,11 @@ class Peers:
     num_ranks: int
     group: ProcessGroup | None = None
     heartbeat: Heartbeat | None = None
+
+    @property
+    def patience_s(self) -> float:
+        """For how many seconds others are waited for that are alive, once this rank has left what they are still in."""
+        return math.inf if self.heartbeat is None else PATIENCE * self.heartbeat.lost_after_s
 
     def gather(self, values: Sequence[int] | IntArray) -> list[IntArray]:
         """One int64 vector from each rank.

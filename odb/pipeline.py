@@ -70,11 +70,6 @@ class Pipeline(Generic[T]):
         return item
 
     @property
-    def has_ended(self) -> bool:
-        """Whether nothing more is taken: the end was reached, an error was raised, or it was closed."""
-        return self._ended
-
-    @property
     def is_closed(self) -> bool:
         """Whether it was closed."""
         return self._stop.is_set()

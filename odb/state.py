@@ -89,3 +89,16 @@ class RoundRecord:
             held=tuple(state["held"]),
             rounds_waited=tuple(state["rounds_waited"]),
         )
+
+
+@dataclass(slots=True, eq=False)
+class Position:
+    """Where a loader stands: of one iteration, which alone moves it, or of the time between two.
+
+    Attributes:
+        record: What is behind the last batch taken.
+        is_between: Whether nobody takes batches of it any more.
+    """
+
+    record: RoundRecord
+    is_between: bool = True

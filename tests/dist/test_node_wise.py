@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 import orch
+from orch import odb
 from orch.comm.all_to_all import exchange_many, exchange_rows, resolve_method
 from orch.comm.collective_log import CollectiveLog
 from orch.comm.groups import destroy_group, new_cpu_group, new_node_groups
@@ -243,6 +244,10 @@ def test_an_axis_of_a_mesh_shares_the_data_and_its_peers_share_the_plan():
             ddp(**batch).loss.backward()
         with pytest.raises(ValueError, match=r"`group` must hold the ranks of the engine's group"):
             orch.orchestrate(Groups([]), ddp, group=mesh["tp"])
+        with pytest.raises(ValueError, match=r"`mesh\['dp'\]`, but is a mesh of 2 axes \('dp', 'tp'\)"):
+            odb.ODBDataLoader([], token_budget=1, group=mesh)
+        drawn = odb.ODBDataLoader([{"input_ids": [i]} for i in range(9)], token_budget=2, group=mesh["dp"])
+        assert sorted(s["input_ids"][0] for group in drawn.groups() for s in group) == list(range(place, 9, 2))
         found = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
         return largest_error(found, expected), loader.setup.topology, loader.setup.rank, trained
 

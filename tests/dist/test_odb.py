@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.utils.data import Dataset, IterableDataset
 
 from orch import odb
+from orch.odb import peers
 from tests.ranks import run_ranks
 
 
@@ -217,6 +218,24 @@ def test_one_rank_that_stops_early_is_named_by_the_other() -> None:
     messages = run_ranks(work, 2)
     assert messages[1] == ""
     assert "Rank 1 stopped iterating" in messages[0]
+
+
+def test_a_rank_that_leaves_alone_and_goes_on_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other waits for it in a collective of the loop's body."""
+    monkeypatch.setattr(peers, "PATIENCE", 0.25)
+
+    def work() -> None:
+        loader = odb.ODBDataLoader(Tokens(400), token_budget=300, buffer_size=24, lost_after_s=8)
+        for _ in range(2):
+            for step, _ in enumerate(loader):
+                dist.all_reduce(torch.ones(1))
+                if dist.get_rank() == 0 and step == 2:
+                    break
+
+    first, second = run_ranks(work, 2, expect_failure=True, timeout_s=30, collective_timeout_s=600)
+    assert "Rank 0 left an epoch of the loader that other ranks are still in after 2 s" in first.traceback
+    assert not first.hung
+    assert not second.hung
 
 
 def test_rejected_samples_are_dropped_and_listed() -> None:

@@ -47,7 +47,7 @@ def test_large_samples_are_read_ahead_in_small_chunks_and_fill_a_small_window() 
     next(groups)
     assert loader._feed.sampler is not None
     assert loader._feed.sampler.chunk_size == 2
-    held = loader._position.held
+    held = loader._position.record.held
     assert len(held) <= 10
     groups.close()
 
@@ -90,6 +90,15 @@ def test_the_length_of_a_loader_is_near_before_and_exact_after_an_epoch() -> Non
         ({"token_budget": 0}, "`token_budget` must be a whole number of at least 1, but is 0"),
         ({"token_budget": 20.5}, "`token_budget` must be a whole number of at least 1, but is 20.5"),
         ({"max_samples": 1.5}, "`max_samples` must be a whole number of at least 1, but is 1.5"),
+        ({"max_samples": True}, "`max_samples` must be a whole number of at least 1, but is True"),
+        ({"accumulation_steps": 1.5}, "`accumulation_steps` must be a whole number of at least 1, but is 1.5"),
+        ({"accumulation_steps": True}, "`accumulation_steps` must be a whole number of at least 1, but is True"),
+        ({"max_length": 0}, "`max_length` must be a whole number of at least 1, but is 0"),
+        ({"max_length": 9.5}, "`max_length` must be a whole number of at least 1, but is 9.5"),
+        ({"join": "no"}, "`join` must be True or False, but is 'no'"),
+        ({"join_mode": "no"}, "`join` must be True or False, but is 'no'"),
+        ({"shuffle": "no"}, "`shuffle` must be True or False, but is 'no'"),
+        ({"mixes_lengths": "no"}, "`mixes_lengths` must be True or False, but is 'no'"),
         ({"buffer_size": 0}, "num_samples"),
         ({"batch_size": 4}, "batch_size"),
         ({"drop_last": True}, "drop_last"),
@@ -208,6 +217,12 @@ def test_an_epoch_set_within_another_is_the_next() -> None:
     assert next(groups, None) is None
     assert loader.state_dict()["epoch"] == 5
     assert loader.state_dict()["num_rounds"] == 1
+    held = loader.groups()
+    next(held)
+    loader.load_state_dict(loader.state_dict())
+    loader.set_epoch(9)
+    assert next(held)
+    assert (loader.state_dict()["epoch"], loader.state_dict()["num_rounds"]) == (9, 0)
 
 
 def test_an_iterator_says_that_its_loader_was_iterated_anew() -> None:
