@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -57,29 +56,31 @@ class OrchestratedLoader:
         self.report = Report()
         self.micro_step: MicroStep | None = None
         self._prefetch, self._timeout_s = prefetch, timeout_s
-        self._ahead: Prefetcher[Ready] | None = None
+        self._ahead: Prefetcher[Ready] | None = None  # of the latest iteration, until that has come to its end
         self._begin = ResumePoint()
         self._reached: ResumePoint | None = None
-        self._in_use = self._under_way = False
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        self._end_former_epoch()
+        self._end_former_iteration()
         closing = threading.Event()
-        produced = StepProducer(self.loader, self.setup, self.report, self._begin, closing.is_set, self._prefetch)
-        self.micro_step, self._reached, self._in_use, self._under_way = None, produced.begin, False, True
+        producer = StepProducer(self.loader, self.setup, self.report, self._begin, closing.is_set, self._prefetch)
+        ahead = self._ahead = Prefetcher(producer, self._prefetch, closing, self._check_wait)
+        self.micro_step, self._reached, is_in_use = None, producer.begin, False
         try:
-            if self._prefetch:
-                self._ahead = Prefetcher(produced, self._prefetch, closing, self._check_wait)
-            for ready in produced if self._ahead is None else iter(functools.partial(self._next, self._ahead), None):
+            while (ready := self._next(ahead)) is not None:
                 yield self._hand_over(ready)
-                self._check_use(ready.micro_step)
+                is_used = ready.micro_step.entered.is_set()
+                if is_in_use and not is_used and not ahead.is_closed:
+                    self._check_skipped(ready.micro_step)
+                is_in_use = is_in_use or is_used
             self.setup.liveness.note("end of an epoch")
             self._reached = None  # the loader says where the next epoch begins
         finally:  # At the end, after `break`, and while an exception of the loop's body is on its way up.
-            self._under_way = False
-            self.setup.liveness.pause()
-            if self._ahead is not None:
-                self._ahead.close(min(_CLOSE_S, self._timeout_s))
+            if self._ahead is ahead:  # not if this was iterated anew
+                self.setup.liveness.pause()
+                producer.leave()
+                if ahead.close(min(_CLOSE_S, self._timeout_s)):
+                    self._ahead = None
 
     def __len__(self) -> int:
         """Number of micro-steps, as the loader estimates it."""
@@ -89,7 +90,7 @@ class OrchestratedLoader:
         """Chooses the epoch whose order the loader draws, where it knows epochs."""
         if hasattr(self.loader, "set_epoch"):
             self.loader.set_epoch(epoch)
-            if not self._under_way:  # else the state is of the step that was taken
+            if self._ahead is None or self._ahead.is_closed:  # else the state is of the step that was taken
                 self._reached = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -111,7 +112,7 @@ class OrchestratedLoader:
         Raises:
             ValueError: If it is not such a state, or the loader refuses its own.
         """
-        self._end_former_epoch()
+        self._end_former_iteration()
         self._begin = ResumePoint.from_dict(state)
         self.loader.load_state_dict(self._begin.loader)
         self.micro_step = self._reached = None
@@ -124,8 +125,8 @@ class OrchestratedLoader:
     def _next_epoch(self) -> ResumePoint:
         return ResumePoint.of(self.loader, self._begin.step, self._begin.peaks)
 
-    def _end_former_epoch(self) -> None:
-        """Waits for the background thread of the epoch before, which shares its process group with the next."""
+    def _end_former_iteration(self) -> None:
+        """Waits for the background thread of the iteration before, which shares its process group with the next."""
         if self._ahead is not None and not self._ahead.close(self._timeout_s):
             raise self._explained(
                 TimeoutError(f"The epoch before did not end on rank {self.setup.rank} in {self._timeout_s:.0f} s.")
@@ -133,7 +134,8 @@ class OrchestratedLoader:
         self._ahead = None
 
     def _next(self, ahead: Prefetcher[Ready]) -> Ready | None:
-        self.setup.liveness.note("wait for a batch")
+        if not ahead.is_closed:
+            self.setup.liveness.note("wait for a batch")
         start = time.perf_counter()
         ready = ahead.next()
         self.report.wait_ms.append(1e3 * (time.perf_counter() - start))
@@ -156,20 +158,17 @@ class OrchestratedLoader:
             self.setup.engine.deepspeed.set_gradient_accumulation_boundary(self.micro_step.is_last)
         return {**to_device(ready.batch, device), BATCH_KEY: self.micro_step}
 
-    def _check_use(self, micro_step: MicroStep) -> None:
+    def _check_skipped(self, micro_step: MicroStep) -> None:
         """A batch that the model of one rank skips would leave the others in its exchanges; all may skip it."""
-        if micro_step.entered.is_set():
-            self._in_use = True
-        elif self._in_use:
-            micro_step.note("skip a batch")
-            ranks = get_global_ranks(self.setup.engine.group)
-            num_skipping = self.setup.liveness.meet(f"skip/{micro_step.step}/{micro_step.index}", ranks)
-            if num_skipping < len(ranks):
-                raise RuntimeError(
-                    f"Rank {self.setup.rank} did not run the model on its batch of step {micro_step.step}, "
-                    f"micro-step {micro_step.index}: all {len(ranks)} ranks must skip a batch, or none, "
-                    f"but {num_skipping} did."
-                )
+        micro_step.note("skip a batch")
+        ranks = get_global_ranks(self.setup.engine.group)
+        num_skipping = self.setup.liveness.meet(f"skip/{micro_step.step}/{micro_step.index}", ranks)
+        if num_skipping < len(ranks):
+            raise RuntimeError(
+                f"Rank {self.setup.rank} did not run the model on its batch of step {micro_step.step}, "
+                f"micro-step {micro_step.index}: all {len(ranks)} ranks must skip a batch, or none, "
+                f"but {num_skipping} did."
+            )
 
     def _check_wait(self, waited_s: float) -> None:
         if waited_s > self._timeout_s:

@@ -1,15 +1,16 @@
-"""A background thread that prepares batches ahead of training, and hands over its errors."""
+"""Prepares batches ahead of training in a background thread, which hands over its errors."""
 
 from __future__ import annotations
 
 import queue
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
 _POLL_S = 0.5
+_CLOSED = "This iteration has ended, since its loader was iterated anew or given a state to go on from."
 
 
 class _End:
@@ -25,7 +26,7 @@ class Prefetcher(Generic[T]):
 
     Args:
         source: Produces results; runs in the thread.
-        depth: Results held ready, besides the one that the thread is working on.
+        depth: Results held ready, besides the one that the thread is working on; 0 for no thread: `next` does the work.
         closing: Set by `close`.
         on_wait: Called every half second while `next` waits; raises to end the wait.
     """
@@ -33,11 +34,20 @@ class Prefetcher(Generic[T]):
     def __init__(
         self, source: Iterable[T], depth: int, closing: threading.Event, on_wait: Callable[[float], None]
     ) -> None:
-        self._ready: queue.Queue[T | _End] = queue.Queue(maxsize=max(depth, 1))
-        self._on_wait = on_wait
-        self._closing = closing
-        self._thread = threading.Thread(target=self._run, args=(source,), daemon=True, name="orch-prefetch")
-        self._thread.start()
+        self._on_wait, self._closing = on_wait, closing
+        self._ready: queue.Queue[T | _End] = queue.Queue(maxsize=depth)
+        self._direct: Iterator[T] | None = None
+        self._thread: threading.Thread | None = None
+        if depth:
+            self._thread = threading.Thread(target=self._run, args=(source,), daemon=True, name="orch-prefetch")
+            self._thread.start()
+        else:
+            self._direct = iter(source)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closing.is_set()
 
     def next(self) -> T | None:
         """The next result; None at the end.
@@ -46,25 +56,31 @@ class Prefetcher(Generic[T]):
             BaseException: What the iterable raised, or what `on_wait` raised.
             RuntimeError: If it was closed.
         """
-        waited = 0.0
-        while True:
-            try:
-                result = self._ready.get(timeout=_POLL_S)
-                break
-            except queue.Empty:
-                if self._closing.is_set() and not self._thread.is_alive():
-                    raise RuntimeError("This iteration has ended, since its loader was iterated anew.") from None
-                waited += _POLL_S
-                self._on_wait(waited)
+        result = self._next_result()
         if not isinstance(result, _End):
             return result
         if result.error is not None:
             raise result.error
         return None
 
+    def _next_result(self) -> T | _End | None:
+        waited = 0.0
+        while not self.is_closed:
+            if self._direct is not None:
+                return next(self._direct, None)
+            try:
+                return self._ready.get(timeout=_POLL_S)
+            except queue.Empty:
+                waited += _POLL_S
+                self._on_wait(waited)
+        raise RuntimeError(_CLOSED)
+
     def close(self, timeout_s: float) -> bool:
         """Waits for the thread to end; whether it did. While the interpreter ends no thread runs: it does not wait."""
         self._closing.set()
+        self._direct = None
+        if self._thread is None:
+            return True
         if not sys.is_finalizing():
             self._thread.join(timeout_s)
         return not self._thread.is_alive()

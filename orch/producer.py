@@ -121,6 +121,10 @@ class StepProducer:
                 yield Ready(batch, micro_step, metrics, resume)
             step += 1
 
+    def leave(self) -> None:
+        """Tells a loader that can be told that nobody waits for what is still being drawn ahead."""
+        getattr(self._groups, "leave", lambda: None)()
+
     def _draw(self) -> _Draw:
         """What is at hand for up to K micro-steps, taken apart and measured.
 

@@ -1,5 +1,6 @@
 """Orchestrated, groups over all ranks: unbalanced, each rank runs just the group that its loader by itself gives it."""
 
+import time
 from collections import Counter
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import orch
-from orch import odb
+from orch import odb, orchestrator
 from tests.omni import make_sample, small_model
 from tests.ranks import run_ranks
 
@@ -157,6 +158,31 @@ def test_an_early_stop_and_a_chosen_epoch():
         assert trained_groups(batches) == own_groups(alone)
 
     run_ranks(run, 2)
+
+
+def test_an_epoch_set_after_an_early_stop_is_what_the_state_says_though_a_rank_is_late(monkeypatch):
+    """The first rank does not wait for the late one, whose batches ahead end with an error that nobody sees."""
+    monkeypatch.setattr(orchestrator, "_CLOSE_S", 0.1)
+
+    def run():
+        model = torch.nn.parallel.DistributedDataParallel(small_model(torch.float32))
+        alone, found = make_loader(model.module.config, shuffle=True), []
+        batches = orchestrated(make_loader(model.module.config, shuffle=True), model)
+        for index, batch in enumerate(batches):
+            model(**batch).loss.backward()
+            if index == 2:
+                time.sleep(1.5 * dist.get_rank())
+                break
+        for wait_s in (0, 2):
+            time.sleep(wait_s)
+            batches.set_epoch(1) if not wait_s else None
+            state = batches.state_dict()
+            found.append((state["step"], state["loader"]["epoch"], state["loader"]["num_consumed"]))
+        alone.set_epoch(1)
+        assert trained_groups(batches) == own_groups(alone)
+        return found
+
+    assert run_ranks(run, 2) == [[(0, 1, 0)] * 2] * 2
 
 
 def test_local_groups_stay_where_they_were_formed():

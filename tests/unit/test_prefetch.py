@@ -107,3 +107,21 @@ def test_a_wait_may_be_given_up():
     assert waited == [0.5, 1.0]
     go_on.set()
     assert ahead.close(timeout_s=5)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 3])
+def test_once_closed_it_hands_out_nothing_of_what_is_ready(depth):
+    source, ahead = prefetch(depth)
+    assert ahead.next() == 0
+    wait_until(lambda: source.num_begun == 1 + depth + (depth > 0))
+    assert ahead.close(timeout_s=5)
+    assert ahead.is_closed
+    with pytest.raises(RuntimeError, match="This iteration has ended"):
+        ahead.next()
+
+
+def test_without_depth_there_is_no_thread():
+    source, ahead = prefetch(0, end=2, error=ArithmeticError("struck"))
+    assert [ahead.next(), source.num_begun, ahead.next(), source.num_begun] == [0, 1, 1, 2]
+    with pytest.raises(ArithmeticError):
+        ahead.next()
