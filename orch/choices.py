@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from orch.comm.all_to_all import METHODS
+from orch.comm.counts import check_count
 from orch.comm.topology import Topology
 from orch.config import BALANCE_MODES
 from orch.cost import CostModel
@@ -21,9 +22,6 @@ class Choices:
 
     Attributes:
         debug: Whether ids travel with what moves (`ORCH_DEBUG=1`).
-
-    Raises:
-        ValueError: If the way to balance or to exchange is unknown.
     """
 
     layout: str
@@ -38,14 +36,18 @@ class Choices:
     prefetch: int
     debug: bool = field(default_factory=is_debugging)
 
-    def __post_init__(self) -> None:
+    def check(self, num_ranks: int) -> None:
+        """Refuses what makes no sense, once ranks know that they chose alike: one that raises alone leaves the others.
+
+        Raises:
+            ValueError: If the way to balance or to exchange is unknown, `prefetch` is no count, or the topology has
+                another number of ranks.
+        """
         if self.balance not in BALANCE_MODES:
             raise ValueError(f"`balance` must be one of {BALANCE_MODES}, but is {self.balance!r} instead.")
         if self.exchange not in EXCHANGE_METHODS:
             raise ValueError(f"`exchange` must be one of {EXCHANGE_METHODS}, but is {self.exchange!r} instead.")
-
-    def check_topology(self, num_ranks: int) -> None:
-        """Raises ValueError if a topology was given for another number of ranks."""
+        check_count("prefetch", self.prefetch, least=0)
         if self.topology is not None and self.topology.num_ranks != num_ranks:
             raise ValueError(f"`topology` must have {num_ranks} ranks, but has {self.topology.num_ranks} instead.")
 

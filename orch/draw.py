@@ -15,6 +15,8 @@ from orch.stages import EncoderAdapter, Item, Sample
 from orch.wire import decode_record, encode_record
 
 _PART = "orch:part"
+_TRAINABLE = (torch.int32, torch.int64)
+_INTEGERS = (*_TRAINABLE, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,16 +60,17 @@ def draw_sample(
         ids, labels = _tokens(sample, "input_ids"), _tokens(sample, "labels")
         if len(ids) != len(labels):
             raise ValueError(f"`labels` must have {len(ids)} tokens, but has {len(labels)} instead.")
-        if "attention_mask" in sample and not torch.as_tensor(sample["attention_mask"]).all():
+        if "attention_mask" in sample and not _as_tensor(sample, "attention_mask").bool().all():
             raise ValueError(
                 "`attention_mask` must be all ones, as samples come without padding, but has zeros instead."
             )
+        sample = {**sample, **_widened({"input_ids": ids, "labels": labels})}
         split = {name: adapter.split(sample) for name, adapter in adapters.items()}
         media = frozenset[str]().union(*(adapter.keys for adapter in adapters.values()))
         record = {key: value for key, value in sample.items() if key not in media}
         for name, items in split.items():
             num_tokens = getattr(adapters[name], "num_tokens", adapters[name].num_rows)
-            _check_placeholders(name, ids, sum(map(num_tokens, items)), placeholders.get(name, ()))
+            _check_placeholders(name, ids.long(), sum(map(num_tokens, items)), placeholders.get(name, ()))
             for index, item in enumerate(items):
                 part = adapters[name].llm_part(item) or {"": torch.empty(0)}  # an item without a part counts too
                 record |= {f"{_PART}:{name}:{index}:{k}": v for k, v in part.items()}
@@ -75,7 +78,7 @@ def draw_sample(
             parcel=encode_record(record),
             items={name: [encode_record(item) for item in items] for name, items in split.items()},
             llm_length=len(ids),
-            num_label_tokens=num_label_tokens(labels),
+            num_label_tokens=num_label_tokens(labels.long()),
             lengths={
                 name: [(adapters[name].length(item), adapters[name].num_rows(item)) for item in items]
                 for name, items in split.items()
@@ -135,12 +138,26 @@ def _shown(value: object) -> str:
 def _tokens(sample: Sample, key: str) -> torch.Tensor:
     if key not in sample:
         raise ValueError(f"`{key}` must be among the keys of a sample, but it has {sorted(sample)} instead.")
-    tokens = torch.as_tensor(sample[key])
-    if tokens.ndim != 1 or not len(tokens) or tokens.is_floating_point() or tokens.dtype == torch.bool:
+    tokens = _as_tensor(sample, key)
+    if tokens.ndim != 1 or not len(tokens) or tokens.dtype not in _INTEGERS:
         raise ValueError(
             f"`{key}` must be a vector of at least one integer, but is {tuple(tokens.shape)} of {tokens.dtype} instead."
         )
     return tokens
+
+
+def _as_tensor(sample: Sample, key: str) -> torch.Tensor:
+    try:
+        return torch.as_tensor(sample[key])
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(
+            f"`{key}` must be a tensor or an array of numbers, but is {_shown(sample[key])} instead."
+        ) from error
+
+
+def _widened(tokens: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Those of small integers, which models do not look up, as int64."""
+    return {key: values.long() for key, values in tokens.items() if values.dtype not in _TRAINABLE}
 
 
 def _check_placeholders(name: str, ids: torch.Tensor, num_tokens: int, tokens: Sequence[int]) -> None:

@@ -111,7 +111,6 @@ def make_setup(
     """Reads the engine, instruments its model and makes the groups; every rank calls it at the same point."""
     info = read_engine(engine, group)
     model, num_ranks = info.model, get_world_size(info.group)
-    choices.check_topology(num_ranks)
     stages = stages_in(model)
     if not stages and any(hasattr(model.config, name) for name in _ENCODER_CONFIGS):
         warnings.warn("No encoder of the model is a stage: call `orch.stage` on each before this.", stacklevel=3)
@@ -122,9 +121,10 @@ def make_setup(
     liveness = _heartbeat(timeout_s)
     with liveness.guard("set up"):
         integers = new_cpu_group(info.group, timeout_s=timeout_s)
-        adapters = {name: type(stage.adapter).__name__ for name, stage in stages.items()}
+        adapters = str({name: type(stage.adapter).__name__ for name, stage in stages.items()})  # in their order
         settings = {"the version of orch": __version__, **choices.by_name(), "the adapter of each stage": adapters}
         check_alike("`orch.orchestrate`", settings, integers, label="choices")
+        choices.check(num_ranks)
         topology = choices.topology or discover_topology(integers)
         parcels = _with_hops(integers, topology, choices.exchange, timeout_s)
         rows = _with_hops(_rows_group(info.group, timeout_s), topology, choices.exchange, timeout_s)

@@ -16,6 +16,7 @@ import orch
 from orch import odb
 from orch.comm.all_to_all import exchange_many
 from orch.comm.gather import RankFailedError
+from orch.comm.groups import get_rank, get_world_size
 from orch.comm.layout import Exchange, Layout, Rearrangement
 from orch.comm.topology import Topology
 from orch.cost import PackedCost
@@ -199,7 +200,10 @@ def test_a_model_that_returns_a_tuple_is_told_to_return_a_dict():
 
 @pytest.mark.parametrize("case", ["of one rank", "uneven"])
 def test_ranks_may_be_in_unequal_numbers_of_groups(case):
-    """torch names groups by the number of those that a rank is in, so that ranks could miss each other."""
+    """torch names groups by the number of those that a rank is in, so that ranks could miss each other.
+
+    A group made afterwards by its ranks alone must find them in equally many, too.
+    """
 
     def run():
         rank = dist.get_rank()
@@ -213,6 +217,8 @@ def test_ranks_may_be_in_unequal_numbers_of_groups(case):
         loader = orch.orchestrate(groups, model, topology=topology, group=group, timeout_s=20)
         for batch in loader:
             model(**batch).loss.backward()
+        later = dist.new_group(list(range(topology.num_ranks)), use_local_synchronization=True)
+        dist.all_reduce(torch.ones(1), group=later)
         return len(loader.report.steps) * (alone is not None or case == "uneven")
 
     assert run_ranks(run, 4, timeout_s=50) == [1, 1, 1, 1]
@@ -262,6 +268,13 @@ PADDED = {"attention_mask": torch.tensor([0, 1, 1, 1, 1, 1, 1, 1])}
             lambda sample: [{**sample, "input_ids": sample["input_ids"] > 0}],
             "Sample 's0': `input_ids` must be a vector",
         ),
+        (lambda sample: [{**sample, "labels": None}], "Sample 's0': `labels` must be a tensor or an array of numbers"),
+        (lambda sample: [{**sample, "labels": "abc"}], "but is a str: 'abc' instead"),
+        (lambda sample: [{**sample, "attention_mask": None}], "Sample 's0': `attention_mask` must be a tensor or an"),
+        (
+            lambda sample: [{**sample, "input_ids": sample["input_ids"] * 1j}],
+            "Sample 's0': `input_ids` must be a vector",
+        ),
     ],
 )
 def test_groups_and_samples_of_other_kinds_are_refused(group_of, message):
@@ -272,27 +285,83 @@ def test_groups_and_samples_of_other_kinds_are_refused(group_of, message):
         list(loader)
 
 
-@pytest.mark.parametrize("dtype", [torch.int16, torch.int32])
-def test_labels_of_any_integers_train(dtype):
+@pytest.mark.parametrize("key", ["labels", "input_ids"])
+def test_tokens_of_any_integers_train(key):
     model, losses = small_model(torch.float32), []
-    for kind in (torch.int64, dtype):
-        sample = make_sample(model.config, 0)
-        sample["labels"] = sample["labels"].to(kind)
-        losses += [
-            model(**batch).loss.item()
-            for batch in orch.orchestrate([[sample]], model, topology=Topology(1), prefetch=0)
-        ]
-    assert losses[0] == losses[1] > 0
+    for kind in ("int64", "int32", "int16", "int8", "uint8", "uint16", "uint32", "uint64"):
+        sample = make_sample(model.config, 0, grids=[(2, 4)])
+        if kind.startswith("u"):
+            sample["labels"] = sample["input_ids"].clone()
+        expected = dict(sample)
+        for tokens in (sample[key].numpy().astype(kind), torch.from_numpy(sample[key].numpy().astype(kind))):
+            groups = [[expected], [{**sample, key: tokens}]]
+            loader = orch.orchestrate(groups, model, topology=Topology(1), prefetch=0)
+            losses.append([model(**batch).loss.item() for batch in loader])
+    for expected, found in losses:
+        assert found == expected > 0
 
 
-def test_a_loader_iterated_anew_ends_the_iteration_before():
+def test_a_list_of_tokens_is_refused_by_name():
     model = small_model(torch.float32)
-    loader = orch.orchestrate([[make_sample(model.config, i)] for i in range(6)], model, topology=Topology(1))
+    sample = make_sample(model.config, 0)
+    loader = orch.orchestrate([[{**sample, "labels": sample["labels"].tolist()}]], model, topology=Topology(1))
+    with pytest.raises(RankFailedError, match="Sample 's0': `labels` must be a tensor, .* but is list instead"):
+        list(loader)
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        ({"balance": "pst"}, "`balance` must be one of"),
+        ({"exchange": "flt"}, "`exchange` must be one of"),
+        ({"topology": Topology(3)}, "`topology` must have 1 ranks, but has 3 instead"),
+        ({"prefetch": -1}, "`prefetch` must be a whole number of at least 0, but is -1 instead"),
+        ({"prefetch": 1.5}, "`prefetch` must be a whole number of at least 0, but is 1.5 instead"),
+        ({"prefetch": True}, "`prefetch` must be a whole number of at least 0, but is True instead"),
+        ({"accumulate": 1.5}, "`accumulate` must be a whole number of at least 1, but is 1.5 instead"),
+        ({"accumulate": True}, "`accumulate` must be a whole number of at least 1, but is True instead"),
+        ({"max_tokens": True}, "`max_tokens` must be a whole number of at least 1, but is True instead"),
+    ],
+)
+def test_choices_that_make_no_sense_are_refused(choice, message):
+    with pytest.raises(ValueError, match=message):
+        orch.orchestrate([], small_model(torch.float32), **choice)
+
+
+def check_that_the_iteration_before_does_not_disturb(end_first, prefetch):
+    """Every sample once, though an iterator of before is freed, closed or advanced while the newer one is under way."""
+    model, rank, num_ranks = small_model(torch.float32), get_rank(), get_world_size()
+    groups = [[make_sample(model.config, 10 * i + rank)] for i in range(6)]
+    loader = orch.orchestrate(groups, model, topology=Topology(num_ranks), prefetch=prefetch, timeout_s=20)
     first = iter(loader)
-    next(first)
-    assert len(list(loader)) == 6
-    with pytest.raises(RuntimeError, match="has ended, since its loader was iterated anew"):
-        list(first)
+    model(**next(first))
+    second = iter(loader)
+    trained = [next(second)]
+    model(**trained[0])
+    time.sleep(0.2)  # what is ready by then must not be handed out either
+    if end_first == "next":
+        with pytest.raises(RuntimeError, match="has ended, since its loader was iterated anew"):
+            next(first)
+    elif end_first == "close":
+        first.close()
+    del first
+    for batch in second:
+        model(**batch)
+        trained.append(batch)
+    return [sample["id"] for batch in trained for sample in batch["orch"].samples]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_an_iteration_is_not_disturbed_by_the_one_before(num_ranks):
+    cases = [(end_first, prefetch) for end_first in ("next", "close", "del") for prefetch in (0, 1, 3)]
+
+    def run():
+        return [check_that_the_iteration_before_does_not_disturb(*case) for case in cases]
+
+    ranks = [run()] if num_ranks == 1 else run_ranks(run, num_ranks, timeout_s=90)
+    every = sorted(f"s{10 * i + rank}" for i in range(6) for rank in range(num_ranks))
+    for found in zip(*ranks, strict=True):
+        assert sorted(name for names in found for name in names) == every
 
 
 def test_a_model_without_stages_is_told_of_its_encoders():

@@ -290,6 +290,10 @@ DIFFERENT = {
     "accumulation": lambda monkeypatch: {"accumulate": 2},
     "exchange": lambda monkeypatch: {"exchange": "node_wise"},
     "topology": lambda monkeypatch: {"topology": None},
+    "unknown balance": lambda monkeypatch: {"balance": "pst"},
+    "unknown exchange": lambda monkeypatch: {"exchange": "flt"},
+    "topology of other ranks": lambda monkeypatch: {"topology": Topology(3)},
+    "prefetch": lambda monkeypatch: {"prefetch": -1},
 }
 
 
@@ -302,6 +306,9 @@ def test_ranks_that_are_set_up_differently_are_told_so():
                 with pytest.raises(ValueError, match="must be set up alike on all ranks") as caught:
                     make(**(choice or {}))
                 said[name] = str(caught.value)
+        for name, value in (("balance", "pst"), ("exchange", "flt"), ("topology", Topology(3))):
+            with pytest.raises(ValueError, match=f"`{name}` must (be one of|have 2 ranks)"):
+                make(**{"exchange": "flat", name: value})
         return said
 
     first, second = run_ranks(run, 2)
