@@ -133,7 +133,7 @@ def test_what_changed_places_is_named(corrupt, sender, balance, where):
 
 def test_ranks_of_which_one_debugs_are_refused():
     def run():
-        with pytest.raises(ValueError, match="but rank 1 has debug=True where rank 0 has debug=False instead"):
+        with pytest.raises(ValueError, match="but `debug` is False on rank 0 and True on rank 1 instead"):
             train(str(dist.get_rank()))
 
     run_ranks(run, 2)
