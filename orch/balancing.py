@@ -36,8 +36,8 @@ def balance(
         max_tokens: The most tokens a rank may hold (padded costs: items times the longest). None allows the most that
             any rank drew, which is also kept with a number.
         sizes: int64[N], bytes of each item, of which few should move; None means `lengths`.
-        slack: By what share the load of packed batches may exceed the least possible one. With 0.01 the plan is made in
-            half the time, and less moves.
+        slack: By what share the load of packed batches may exceed the least possible one, from 0 to 1. With 0.01 the
+            plan is made sooner, and less moves.
 
     Returns:
         rank_of_item: int64[N].

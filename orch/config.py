@@ -69,11 +69,11 @@ class BalanceConfig:
         stages: Encoder stages by name; a stage that is not named gets `StageConfig()`.
         placement: Whether balanced batches are placed on the ranks that hold most of their data already
             (OrchMLLM's node-wise rearrangement).
-        slack: By what share the load of packed stages may exceed the least possible one. With 0.01 plans are made in
-            half the time, and less moves.
+        slack: By what share the load of packed stages may exceed the least possible one. With 0.01 plans are made
+            sooner, and less moves.
 
     Raises:
-        ValueError: If `mode` is unknown or `slack` negative.
+        ValueError: If `mode` is unknown, or `slack` no number from 0 to 1.
     """
 
     mode: str = "post"

@@ -222,8 +222,8 @@ def orchestrate(
         topology: Ranks and nodes, taken at your word; if not given, ranks tell each other the names of their hosts,
             which are held against what the launcher says.
         max_tokens: The most tokens the LLM's batch of a rank may hold; never more than unbalanced in any case.
-        slack: By what share the load of packed stages may exceed the least possible one. With 0.01 plans are made in
-            half the time and less crosses nodes, which pays where these are joined by a slow link.
+        slack: By what share the load of packed stages may exceed the least possible one, from 0 to 1. With 0.01 plans
+            are made sooner and less crosses nodes, which pays where these are joined by a slow link.
         costs: What batches cost by stage name and "llm", e.g. from `orch.calibrate`; FLOPs for what is not given.
         collate_fn: `collate_fn(samples, parts)` to arguments of the model; found by the model if not given.
         layout: "packed" or "padded" samples in the LLM; the loader's if not given, else "packed".

@@ -3,8 +3,8 @@
     ORCH_DATA=... python tests/benchmark/bench_plan.py [--quick] [--json FILE]
 
 Loads are over the best proven bound; what crosses nodes is a share of all tokens, beside the least that must at a
-load of 1.01 times the bound; times are medians of CPU time. "local 1%" is `local` with a slack of 0.01, which is not
-polished any further. Peers (`plan_peers.py`) run where they are installed.
+load of 1.01 times the bound; times are medians of CPU time. "local 1%" is `local` with a slack of 0.01: polished no
+further than that. Peers (`plan_peers.py`) run where they are installed.
 """
 
 from __future__ import annotations
