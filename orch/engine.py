@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from orch.comm.groups import get_global_ranks
+from orch.comm.groups import get_global_ranks, group_of_axis
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,7 +42,7 @@ def read_engine(engine: nn.Module, group: dist.ProcessGroup | DeviceMesh | None 
     Raises:
         ValueError: If `group` is a mesh of several axes, or holds other ranks than DDP's group.
     """
-    chosen = _process_group(group)
+    chosen = group_of_axis(group)
     if isinstance(engine, DistributedDataParallel):
         own = engine.process_group
         if chosen is not None and get_global_ranks(chosen) != get_global_ranks(own):
@@ -58,15 +58,3 @@ def read_engine(engine: nn.Module, group: dist.ProcessGroup | DeviceMesh | None 
         accumulate = int(deepspeed.gradient_accumulation_steps())
         return EngineInfo(deepspeed.module, chosen, accumulate, accumulate, deepspeed)
     return EngineInfo(engine, chosen, None, 1)
-
-
-def _process_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup | None:
-    """The group of a mesh's only axis."""
-    if not isinstance(group, DeviceMesh):
-        return group
-    if group.ndim != 1:
-        raise ValueError(
-            "`group` must be a process group or one axis of a mesh, as in `mesh['dp']`, "
-            f"but is a mesh of {group.ndim} axes {group.mesh_dim_names or ''} instead."
-        )
-    return group.get_group()
