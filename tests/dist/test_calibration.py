@@ -158,7 +158,7 @@ def test_values_are_told_without_addresses():
     assert "0x" not in told({"cost": [OwnCost(), Slotted()], "of": {1, 2}, "call": len, "method": OwnCost().loads})
     assert told(Slotted()).endswith("Slotted(first=1, own=...)")
     costs = {"llm": PackedCost(), "a": None, "b": (1, "x")}
-    assert told(costs) == "{'llm': PackedCost(per_item=0, linear=1, quadratic=0), 'a': None, 'b': (1, 'x')}"
+    assert told(costs) == "{'a': None, 'b': (1, 'x'), 'llm': PackedCost(per_item=0, linear=1, quadratic=0)}"
     assert told([np.int64(100), 100.0, 0.5, np.float32(0.5), True]) == "[100, 100, 0.5, 0.5, True]"
     assert told([float("inf"), float("nan"), 2**63 + 1]) == "[inf, nan, 9223372036854775809]"
 
