@@ -58,30 +58,32 @@ def dispatch_local_at_once(problems: Sequence[DispatchProblem]) -> list[IntArray
     Returns:
         int64[N] for each, as good as what `dispatch_local` gives, if not the same.
     """
-    found, enough = _deal(problems, roomy=False)
-    missed = [number for number, bins in enumerate(found) if problems[number].largest_load(bins) > enough[number]]
-    if not missed or problems[0].rough:
+    found, above = _deal(problems, roomy=False)
+    missed = (above > 0).nonzero()[0].tolist()
+    if not missed:
         return found
-    again, _ = _deal([problems[number] for number in missed], roomy=True)
-    for number, bins in zip(missed, again, strict=True):
-        problem = problems[number]
-        found[number] = min(found[number], bins, key=problem.largest_load)
-        if problem.largest_load(found[number]) > enough[number]:
-            found[number] = _dealt_anew_if_better(problem, found[number])
+    again, above_again = _deal([problems[number] for number in missed], roomy=True)
+    for number, bins, still_above in zip(missed, again, above_again.tolist(), strict=True):
+        if still_above < above[number]:
+            found[number] = bins
+        if still_above > 0:
+            found[number] = _dealt_anew_if_better(problems[number], found[number])
     return found
 
 
 def _deal(problems: Sequence[DispatchProblem], *, roomy: bool) -> tuple[list[IntArray], IntArray]:
-    """The bins of each problem, and the loads that will do (int64[problems])."""
+    """The bins of each problem, and by how much the largest load is above what will do (int64[problems])."""
     sides = SideBySide.of(problems)
     aims = Aims.of(sides, problems, roomy=roomy)
     nodes, load = choose_nodes(sides, aims)
     bins = _settle_within_nodes(sides, nodes, load)
-    if not problems[0].rough:
-        if (aims.wanted < aims.enough).any():
-            bins = _level_within_nodes(sides, bins, aims.wanted)
-        bins = _bring_down(sides, bins, aims.enough[sides.problem_of_bin])
-    return sides.bins_of_each(bins), aims.enough
+    if problems[0].rough:  # will do in any case
+        return sides.bins_of_each(bins), np.zeros(len(problems), dtype=np.int64)
+    if (aims.wanted < aims.enough).any():
+        bins = _level_within_nodes(sides, bins, aims.wanted)
+    bins = _bring_down(sides, bins, aims.enough[sides.problem_of_bin])
+    loads = sum_by_bin(sides.costs, bins, len(sides.problem_of_bin))
+    return sides.bins_of_each(bins), _max_by_group(loads, sides.problem_of_bin) - aims.enough
 
 
 def _dealt_anew_if_better(problem: DispatchProblem, bins: IntArray) -> IntArray:

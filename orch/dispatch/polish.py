@@ -296,13 +296,13 @@ class _State:
         self.excess[empty[gains]] = (total - found)[gains] - self.goal[empty[gains]]
 
 
-def _by_price(more: IntArray | None, items: IntArray) -> list[IntArray]:
+def _by_price(more: IntArray | None, items: IntArray) -> list[IntArray | slice]:
     """Positions of the items that spare something when they move, of those that take nothing more, and of the rest.
 
     The item of the best cost is looked for in each kind, lest it be one that takes too much. One kind without prices.
     """
     if more is None:
-        return [np.arange(len(items))]
+        return [slice(None)]
     sign = np.sign(more[items])
     return [(sign == value).nonzero()[0] for value in (-1, 0, 1)]
 
