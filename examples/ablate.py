@@ -25,10 +25,9 @@ from part_times import PartTimes, least, pin_thread
 from reporting import print_ablation
 from tiny_omni import tiny_thinker_config
 from torch.nn.parallel import DistributedDataParallel
-from training import make_dataset, make_model, make_parser
+from training import make_loader, make_model, make_parser
 
 import orch
-from orch import odb
 from orch.comm.gather import gather_ragged
 
 FloatArray = npt.NDArray[np.float64]
@@ -56,14 +55,7 @@ class Recorded:
 
 def record(args: Namespace, tokenizer: Any, config: Any) -> list[Samples]:
     """What this rank has at hand of the first groups that the loader forms."""
-    loader = odb.ODBDataLoader(
-        make_dataset(args, tokenizer, config),
-        token_budget=args.token_budget,
-        layout=args.layout,
-        num_workers=args.num_workers,
-        shuffle=True,
-        seed=args.seed,
-    )
+    loader = make_loader(args, tokenizer, config)
     groups = list(islice(loader.groups(loader.grouping), args.steps))
     loader.close()
     return groups

@@ -84,6 +84,18 @@ def make_dataset(args: Namespace, tokenizer: Any, config: Any) -> Any:
     return OmniDataset(args.data, tokenizer, preprocessing, strict=args.strict, images_without_placeholder=policy)
 
 
+def make_loader(args: Namespace, tokenizer: Any, config: Any) -> odb.ODBDataLoader:
+    """The loader of the data, which forms groups up to the token budget."""
+    return odb.ODBDataLoader(
+        make_dataset(args, tokenizer, config),
+        token_budget=args.token_budget,
+        layout=args.layout,
+        num_workers=args.num_workers,
+        shuffle=True,
+        seed=args.seed,
+    )
+
+
 def make_model(args: Namespace, config: Any, device: torch.device) -> Any:
     """The model, its two towers made stages."""
     model = build_thinker(config, dtype=DTYPES[args.dtype], seed=args.seed).to(device)
@@ -107,14 +119,7 @@ def train(args: Namespace, wrap: Wrap) -> dict[str, Any]:
     model = make_model(args, config, device)
     engine = wrap(model, args)
 
-    loader = odb.ODBDataLoader(
-        make_dataset(args, tokenizer, config),
-        token_budget=args.token_budget,
-        layout=args.layout,
-        num_workers=args.num_workers,
-        shuffle=True,
-        seed=args.seed,
-    )
+    loader = make_loader(args, tokenizer, config)
     topology = orch.Topology(dist.get_world_size(), args.ranks_per_node) if args.ranks_per_node else None
     batches = orch.orchestrate(
         loader,

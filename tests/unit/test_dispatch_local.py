@@ -14,6 +14,7 @@ from orch.cost import PackedCost, PaddedCost
 from orch.dispatch import DISPATCHERS, DispatchProblem
 from orch.dispatch.between_nodes import Aims, _Needs
 from orch.dispatch.bounds import least_load
+from orch.dispatch.level import Level
 from orch.dispatch.local import dispatch_local_at_once
 from orch.dispatch.side_by_side import SideBySide
 from tests.unit.planning import arrays
@@ -148,6 +149,30 @@ def test_many_items_need_not_be_dealt_to_the_last_token():
         problem = DispatchProblem(lengths, np.zeros(size, dtype=np.int64), Topology(8), PackedCost())
         aims = Aims.of(SideBySide.of([problem]), [problem], roomy=False)
         assert (aims.wanted > aims.bound).all() == (close > 0)
+
+
+@pytest.mark.parametrize(
+    ("slack", "roomy", "least"), [(0.0, False, 0), (0.02, False, 10), (0.0, True, 4), (0.02, True, 4)]
+)
+def test_nodes_are_filled_to_half_the_slack_or_to_what_gives_room(slack, roomy, least):
+    problem = DispatchProblem(np.full(8, 1000), np.arange(8), Topology(8, 4), PackedCost(), slack=slack)
+    aims = Aims.of(SideBySide.of([problem]), [problem], roomy=roomy)
+    assert (aims.least - aims.bound).tolist() == [least]
+
+
+def test_an_item_that_goes_where_its_output_is_needed_has_not_moved():
+    start, other, none = arrays([0, 0, 0]), arrays([1, -1, 1]), arrays([0, 0])
+    needs = _Needs(arrays([5, 7, 9]), start, other, arrays([21, 0]), arrays([1, 1]), none, arrays([21]))
+    assert needs.moved(arrays([1, 1, 0])).tolist() == [7]
+
+
+def test_places_draw_level_by_what_the_gap_is_worth():
+    """19 for 10 would do it exactly, but 19 would leave and 10 too; 18 comes home for 10."""
+    costs, start, place = arrays([19, 18, 10, 51, 60]), arrays([0, 1, 1, 0, 1]), arrays([0, 0, 1, 0, 1])
+    nowhere, none = np.full(5, -1), costs * 0
+    level = Level(start, nowhere, costs, none, none, arrays([0, 0]), arrays([1, 1]))
+    assert level.draw_level(costs, place, arrays([80, 79])).tolist() == [0, 1, 0, 0, 1]
+    assert level.draw_level(costs, place, arrays([88, 70])).tolist() == place.tolist()
 
 
 def test_problems_side_by_side_keep_each_its_own_slack():
