@@ -171,7 +171,7 @@ def test_places_draw_level_by_what_the_gap_is_worth():
     costs, start, place = arrays([19, 18, 10, 51, 60]), arrays([0, 1, 1, 0, 1]), arrays([0, 0, 1, 0, 1])
     nowhere, none = np.full(5, -1), costs * 0
     level = Level(start, nowhere, costs, none, none, arrays([0, 0]), arrays([1, 1]))
-    assert level.draw_level(costs, place, arrays([80, 79])).tolist() == [0, 1, 0, 0, 1]
+    assert level.draw_level(costs, place, arrays([79, 79])).tolist() == [0, 1, 0, 0, 1]
     assert level.draw_level(costs, place, arrays([88, 70])).tolist() == place.tolist()
 
 
