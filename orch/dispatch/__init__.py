@@ -17,7 +17,7 @@ from orch.cost import AdditiveCost, PaddedCost, PaddedLikeCost, is_additive, sum
 from orch.dispatch.binary_search import dispatch_binary_search
 from orch.dispatch.bounds import least_load
 from orch.dispatch.greedy import dispatch_greedy
-from orch.dispatch.local import dispatch_local, dispatch_local_at_once
+from orch.dispatch.local import dealt_anew_if_better, dispatch_local, dispatch_local_at_once
 from orch.dispatch.none import dispatch_none
 from orch.dispatch.placed import place
 from orch.dispatch.problem import DispatchProblem
@@ -66,8 +66,8 @@ def check_dispatcher(dispatcher: str, cost: object) -> None:
 
 
 def check_slack(slack: float) -> None:
-    """Raises a `ValueError` if it is not a share."""
-    if not (isinstance(slack, Real) and 0 <= slack <= 1):
+    """Raises a `ValueError` if it is not a share; no bool is one."""
+    if isinstance(slack, bool) or not (isinstance(slack, Real) and 0 <= slack <= 1):
         raise ValueError(f"`slack` must be a number from 0 to 1, but is {slack!r} instead.")
 
 
@@ -159,9 +159,12 @@ def _under_the_cap(problem: DispatchProblem, dispatcher: str, dealt: IntArray) -
             replace(problem, slack=0.0), dispatcher, DISPATCHERS[dispatcher](replace(problem, slack=0.0))
         )
     for quarters in range(1, 5):
-        tilted = DISPATCHERS[dispatcher](replace(problem, cost=_TiltedCost(problem.cost, quarters)))
+        towards_tokens = replace(problem, cost=_TiltedCost(problem.cost, quarters))
+        tilted = DISPATCHERS[dispatcher](towards_tokens)
         if problem.fits(tilted):
-            return _traded(problem, tilted)
+            asked = dispatcher != "greedy" and not problem.rough
+            better = dealt_anew_if_better(problem, tilted, towards_tokens) if asked else tilted
+            return _traded(problem, better if problem.fits(better) else tilted)
         dealt = min(dealt, tilted, key=problem.largest_batch)
     return _traded(problem, problem.drawn) if problem.fits(problem.drawn) else dealt
 

@@ -1,8 +1,8 @@
 """Chooses the node of each item, so that little crosses nodes.
 
 What must cross at a target load T is at least `sum over nodes of max(0, load of node - bins of node * T)`: the lower
-the target, the more. The one that is taken is the least for which no more than 1/210 of all costs cross beyond what
-must at 1.01 times the least possible load. Nodes then draw level, mostly by swaps of items that cross anyway.
+the target, the more. The one that is taken is the least for which no more than 1/200 of all costs cross beyond what
+must at 1.01 times the least possible load. Nodes then draw level, mostly by other items that cross instead.
 """
 
 from __future__ import annotations
@@ -11,21 +11,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from orch.comm.topology import IntArray
 from orch.cost import sum_by_bin
 from orch.dispatch.bounds import least_load
 from orch.dispatch.level import Level
+from orch.dispatch.polish import Limits, polish
 from orch.dispatch.problem import DispatchProblem
 from orch.dispatch.side_by_side import SideBySide
 
 _LOOSE = 100  # what must cross is reckoned at loads of 1/100 above the bound;
-_ALLOWANCE = 210  # 1/210 of all costs may cross beyond that, a little less than 0.5 %
-_TRIES = 3  # to keep to that; the last fills nodes to the most
-_STEP = 2  # how far the limit comes down at a try, in times of what was too much
+_ALLOWANCE = 200  # 1/200 (0.5 %) of all costs may cross beyond that
+_TRIES = 5  # to keep to that
+_STEP = 2  # how far the limit comes down at a try, in times of what was too much, doubled each time;
+_MARGIN = 1 << 14  # and by this share of all costs
 _PROBES = 10  # of the target in between
 _ENOUGH = 108  # loads of up to 1/108 (0.93 %) above the bound will do where better ones make more cross
 _ROOM = 220  # nodes filled to 1/220 above the bound can spread large items over their bins more easily
+_FEW_ITEMS = 16  # of a bin
+_PATIENCE = 6
 _MANY_ITEMS = 1 << 15
 _CLOSE = 11  # with more, loads within 2^-11 (0.05 %) of what is wanted will do
 
@@ -67,29 +72,82 @@ class Aims:
         )
 
 
-def choose_nodes(sides: SideBySide, aims: Aims) -> tuple[IntArray, IntArray]:
-    """Chooses the node of each item.
+@dataclass(frozen=True, slots=True, eq=False)
+class BetweenNodes:
+    """What crosses nodes.
 
-    Returns:
-        int64[N], and int64[problems], the load of a bin that nodes were filled to.
+    Attributes:
+        sides: The problems.
+        aims: What they aim at.
+        level: The level of nodes.
     """
-    if sides.node_of_bin[-1] == sides.problem_of_bin[-1]:  # one node
-        return sides.problem, aims.least
-    level = Level.of(sides, sides.node_of_bin, sides.problem_of_bin, sides.problem)
-    needs = _Needs.of(sides.costs, level)
-    most = needs.crossing(aims.bound + aims.bound // _LOOSE) + needs.total // _ALLOWANCE
-    limit = most
-    for number in range(_TRIES):
-        load = needs.least_load(aims.least, aims.most, limit)
-        node = level.settle(sides.costs, level.filled(load))
-        if number == _TRIES - 1 or (needs.moved(node) <= most).any():
-            node = level.draw_level(sides.costs, node, level.filled(np.maximum(load + aims.close, aims.wanted)))
-        over = needs.moved(node) - most
-        if not ((over > 0) & (load < aims.most)).any():
-            break
-        lower = limit - _STEP * over if number < _TRIES - 2 else np.full_like(limit, -1)
-        limit = np.where(over > 0, lower, limit)
-    return node, load
+
+    sides: SideBySide
+    aims: Aims
+    level: Level
+
+    @classmethod
+    def of(cls, sides: SideBySide, aims: Aims) -> BetweenNodes:
+        """The level of nodes of these problems."""
+        return cls(sides, aims, Level.of(sides, sides.node_of_bin, sides.problem_of_bin, sides.problem))
+
+    def choose(self, *, rough: bool) -> tuple[IntArray, IntArray]:
+        """Chooses the node of each item; where it is rough, or bins hold few, whatever crosses for the least load.
+
+        Returns:
+            int64[N], and int64[problems], the load of a bin that nodes were filled to.
+        """
+        aims = self.aims
+        if rough or (aims.least >= aims.most).all():
+            return self._filled_to(aims.least), aims.least
+        needs, few = _Needs.of(self.sides.costs, self.level), self._hold_few()
+        most = needs.crossing(aims.bound + aims.bound // _LOOSE) + needs.total // _ALLOWANCE
+        limit = most
+        node, load, wrong = self.sides.problem, aims.most, np.ones(len(limit), dtype=np.bool_)
+        for number in range(_TRIES):
+            tried = needs.least_load(aims.least, aims.most, limit)
+            found = self._filled_to(tried)
+            over = needs.moved(found) - most
+            node, load = np.where(wrong[self.sides.problem], found, node), np.where(wrong, tried, load)
+            wrong &= (over > 0) & ~few
+            if not wrong.any():
+                return node, load
+            limit = np.where(wrong, limit - (_STEP << number) * over - needs.total // _MARGIN, limit)
+        least = self._filled_to(aims.most, level=False)
+        return np.where(wrong[self.sides.problem], least, node), np.where(wrong, aims.most, load)
+
+    def _hold_few(self) -> npt.NDArray[np.bool_]:
+        """Of which problems the bins hold few items each, one of which is more than may cross: bool[problems]."""
+        num_items = np.bincount(self.sides.problem[self.sides.costs > 0], minlength=len(self.aims.bound))
+        return num_items < _FEW_ITEMS * np.bincount(self.sides.problem_of_bin)
+
+    def _filled_to(self, load: IntArray, *, level: bool = True) -> IntArray:
+        """The node of each item: nodes are filled to the load (int64[problems]) of a bin, and draw level or not."""
+        node = self.level.settle(self.sides.costs, self.level.filled(load))
+        if not level:
+            return node
+        goal = self.level.filled(np.maximum(load + self.aims.close, self.aims.wanted))
+        return self.level.draw_level(self.sides.costs, node, goal)
+
+    def swap_between_bins(self, bins: IntArray) -> IntArray:
+        """Brings bins that hold few items down to what is wanted by moves and swaps between nodes too.
+
+        It is enough that no move or swap takes more than moving the difference of its two bins usually takes.
+
+        Args:
+            bins: int64[N], the layout to start from.
+
+        Returns:
+            int64[N].
+        """
+        sides, problem_of_bin = self.sides, self.sides.problem_of_bin
+        few = self._hold_few()
+        if not few.any():
+            return bins
+        goal = np.where(few, self.aims.wanted, int(sides.costs.sum()))[problem_of_bin]
+        prices = self.level.prices(sides.costs, sides.node_of_bin)
+        limits = Limits(goal, problem_of_bin, problem_of_bin, patience=_PATIENCE, prices=prices)
+        return polish(sides.costs, bins, len(goal), limits)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -10,13 +10,16 @@ from orch.comm.topology import IntArray
 from orch.cost import sum_by_bin
 from orch.dispatch.deal import deal_in_groups
 from orch.dispatch.order import ascending, run_starts
-from orch.dispatch.polish import Limits, Prices, polish
+from orch.dispatch.polish import Limits, polish
+from orch.dispatch.prices import Prices
 from orch.dispatch.side_by_side import SideBySide
+from orch.dispatch.substitute import substitute
 from orch.dispatch.surplus import pick_surplus
 
 _UNPLACED = -1
 _STAYING = 64  # of the items that stay in a place so many, or twice as many, may be swapped for some that move,
 _STAYING_IN_ALL = 1 << 14  # but of all places no more than these
+_RATED = 4096  # of so many items the median price of a cost is taken
 _PATIENCE = 6
 _MAX_WORK = 200_000
 
@@ -72,12 +75,8 @@ class Level:
         place, num_places = self.place.copy(), len(self.num_bins)
         placed = place >= 0
         excess = sum_by_bin(costs[placed], place[placed], num_places) - load
-        offered = np.where(self.other >= 0, place, _UNPLACED)
-        chosen = pick_surplus(costs, self.other_price, offered, excess)
-        chosen = chosen[_admitted(costs[chosen], self.other[chosen], -excess)]
-        excess -= sum_by_bin(costs[chosen], place[chosen], num_places)
-        excess += sum_by_bin(costs[chosen], self.other[chosen], num_places)
-        place[chosen] = self.other[chosen]
+        if (self.other >= 0).any():
+            self._offer_other(costs, place, excess)
         leaving = pick_surplus(costs, self.price, place, excess)
         excess -= sum_by_bin(costs[leaving], place[leaving], num_places)
         place[leaving] = _UNPLACED
@@ -85,11 +84,21 @@ class Level:
         place[moving] = deal_in_groups(costs[moving], self.parent[moving], excess, self.parent_of_place)
         return place
 
-    def draw_level(self, costs: IntArray, place: IntArray, load: IntArray) -> IntArray:
-        """Moves and swaps items between places that hold more than their `load` (int64[P]) and others.
+    def _offer_other(self, costs: IntArray, place: IntArray, excess: IntArray) -> None:
+        """Moves items of places with an excess (int64[P]) to the other place that suits them, in place."""
+        offered = np.where(self.other >= 0, place, _UNPLACED)
+        chosen = pick_surplus(costs, self.other_price, offered, excess)
+        chosen = chosen[_admitted(costs[chosen], self.other[chosen], -excess)]
+        excess -= sum_by_bin(costs[chosen], place[chosen], len(excess))
+        excess += sum_by_bin(costs[chosen], self.other[chosen], len(excess))
+        place[chosen] = self.other[chosen]
 
-        What a swap takes is at most what moving the difference of the two places takes in the mean: above all, items
-        that move already go elsewhere, or come back for others.
+    def draw_level(self, costs: IntArray, place: IntArray, load: IntArray) -> IntArray:
+        """Brings places down to their `load` (int64[P]), as far as that takes few bytes more.
+
+        First by other items that move in place of those that do; then by moves and swaps, of which none takes more
+        than moving the difference of its two places usually takes; and, these having opened other ways, by the
+        former again.
 
         Args:
             costs: int64[N].
@@ -100,21 +109,33 @@ class Level:
             int64[N], a layout whose largest excess is no larger. Of the items that stay where they start only some are
             looked at.
         """
-        total = sum_by_bin(costs, place, len(load))
-        if not (total > load).any():
+        excess = sum_by_bin(costs, place, len(load)) - load
+        if not (excess > 0).any():
             return place
+        items = self._looked_at(costs, place, len(load))
+        prices, scope, own, at = self.prices(costs).taken(items), self.parent_of_place, costs[items], place[items]
+        at = substitute(own, at, excess, prices, scope)
+        goal = sum_by_bin(own, place[items], len(load)) - excess  # of these items
+        limits = Limits(goal, scope, scope, patience=_PATIENCE, max_work=_MAX_WORK, prices=prices)
+        swapped = polish(own, at, len(load), limits)
+        if swapped is not at:
+            at = substitute(own, swapped, sum_by_bin(own, swapped, len(load)) - goal, prices, scope)
+        place = place.copy()
+        place[items] = at
+        return place
+
+    def _looked_at(self, costs: IntArray, place: IntArray, num_places: int) -> IntArray:
+        """The items that do not stay where they start, and some of those that do."""
         stays = (place == self.place) & (costs > 0)
         staying = stays.nonzero()[0]
-        most = min(len(load) * _STAYING, _STAYING_IN_ALL)
-        items = np.concatenate([(~stays).nonzero()[0], staying[:: max(1, len(staying) // most)]])
-        own, scope = costs[items], self.parent_of_place
-        rate = float(self.price.sum()) / max(1, int(costs.sum()))
-        prices = Prices(self.place[items], self.other[items], self.other_price[items], self.price[items], rate)
-        goal = load - total + sum_by_bin(own, place[items], len(load))  # of the items looked at
-        limits = Limits(goal, group=scope, scope=scope, patience=_PATIENCE, max_work=_MAX_WORK, prices=prices)
-        place = place.copy()
-        place[items] = polish(own, place[items], len(load), limits)
-        return place
+        most = min(num_places * _STAYING, _STAYING_IN_ALL)
+        return np.concatenate([(~stays).nonzero()[0], staying[:: max(1, len(staying) // most)]])
+
+    def prices(self, costs: IntArray, place_of_bin: IntArray | None = None) -> Prices:
+        """What it takes to run items elsewhere than where they start."""
+        some = slice(None, None, 1 + len(costs) // _RATED)
+        rate = float(np.median(self.price[some] / np.maximum(costs[some], 1)))
+        return Prices(self.place, self.other, self.other_price, self.price, rate, place_of_bin)
 
     def filled(self, load: IntArray) -> IntArray:
         """The load of each place (int64[P]) whose bins are filled to that of their parent (int64[parents])."""

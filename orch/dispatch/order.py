@@ -22,7 +22,7 @@ def ascending(*keys: IntArray) -> IntArray:
     """Positions in rising order of the keys, the first key being the most significant; ties by position: int64[N]."""
     size = len(keys[0])
     if size < _SMALL:
-        return np.lexsort(keys[::-1])
+        return keys[0].argsort(kind="stable") if len(keys) == 1 else np.lexsort(keys[::-1])
     lows = [int(key.min()) for key in keys]
     widths = [(int(key.max()) - low).bit_length() for key, low in zip(keys, lows, strict=True)]
     width, bits = sum(widths), size.bit_length()

@@ -2,9 +2,10 @@
 
 A round pairs the fullest bins with the emptiest ones, all pairs at once. In each pair it makes the one move or swap
 that brings the two loads closest to each other; a pair of few items is dealt anew instead, by trying every subset.
+Where rounds have not helped, it may make two swaps at once.
 No bin ever becomes as full as the fuller of its pair was, so the largest load never grows.
 
-Where moves have prices, a move or a swap may take what moving a cost of the gap between its two bins takes in the mean,
+Where moves have prices, a move or a swap may take what moving a cost of the gap between its two bins usually takes,
 and no more: of two bins that are nearly level, items are swapped that are moved already, or spare something.
 """
 
@@ -18,41 +19,18 @@ import numpy.typing as npt
 from orch.comm.topology import IntArray
 from orch.cost import sum_by_bin
 from orch.dispatch.order import ascending, run_starts, starts_run
+from orch.dispatch.prices import Prices
+from orch.dispatch.two_swaps import MOST_SWAPS, best_two_swaps
 
 _NEVER = np.iinfo(np.int64).max
 _FEW_ITEMS = 10  # of a pair of bins; 2^9 ways to split them
 _WORK_OF_SPLITS = 32  # trying them all, counted in items looked at; and the overhead of a round likewise
 _WORK_OF_ROUND = 4000
+_STALE = 2  # rounds without progress, after which two swaps are made at once
+_MOST_TWICE = 16  # pairs in a round, the fullest ones first
+_FEW_BINS = 4  # with so many to pair with, each has its turn
 _LOW = 4  # the lowest fourth of what is above the goal waits
 _EXACT = 1 << 49  # sums of so few costs below this are exact in float64
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Prices:
-    """What it takes to run each item in a bin: nothing in one, less in another, else all.
-
-    Attributes:
-        free: int64[N], the bin in which it takes nothing.
-        cheap: int64[N], the bin in which it takes `cheap_price`; -1 where there is none.
-        cheap_price: int64[N].
-        price: int64[N], what it takes in any other bin.
-        rate: What moving a cost of 1 takes in the mean.
-    """
-
-    free: IntArray
-    cheap: IntArray
-    cheap_price: IntArray
-    price: IntArray
-    rate: float
-
-    def of(self, items: IntArray, bins: IntArray) -> IntArray:
-        """What it takes to run each of the items (positions) in the bin beside it."""
-        dear = np.where(self.cheap[items] == bins, self.cheap_price[items], self.price[items])
-        return np.where(self.free[items] == bins, 0, dear)
-
-    def taken(self, items: IntArray) -> Prices:
-        """Those of the items at these positions."""
-        return Prices(self.free[items], self.cheap[items], self.cheap_price[items], self.price[items], self.rate)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,6 +44,7 @@ class Limits:
         patience: How many rounds in a row may fail to make progress, in a scope.
         max_work: The budget, in items looked at over all rounds, for each scope.
         progress: The largest load must come closer to the goal by more than this share of the way.
+        two_swaps: Whether two swaps are made at once where rounds have not helped; not with prices.
         prices: Of moving items, where that matters.
     """
 
@@ -75,6 +54,7 @@ class Limits:
     patience: int = 12
     max_work: int = 1_000_000
     progress: float = 0.0
+    two_swaps: bool = False
     prices: Prices | None = None
 
 
@@ -98,8 +78,11 @@ def polish(costs: IntArray, bin_of_item: IntArray, num_bins: int, limits: Limits
     above = np.maximum.reduceat(excess, first_of_scope)
     if not (above > 0).any():
         return bin_of_item
-    order = ascending(costs)
     group = one if limits.group is None else limits.group
+    improvable = np.zeros(int(group[-1]) + 1, dtype=np.bool_)
+    improvable[group[excess > 0]] = True
+    order = improvable[group[bin_of_item]].nonzero()[0]  # the other items stay where they are
+    order = order[ascending(costs[order])]
     prices = None if limits.prices is None else limits.prices.taken(order)
     state = _State(costs[order], bin_of_item[order], excess, goal, group, scope, prices)
     work, stale = 0, np.zeros_like(above)
@@ -110,11 +93,13 @@ def polish(costs: IntArray, bin_of_item: IntArray, num_bins: int, limits: Limits
         # The upper part of what is above the goal first: the rest is worth no work before these have come down. But
         # where nothing helps, other pairs may change what the fullest bin can be paired with.
         floor = np.where(active, np.where(stale % 3 == 0, above // _LOW, 0), _NEVER)
-        pairs = state.pair(floor, shift=stale * stale)
-        work += state.improve(pairs) + 2 * num_bins + len(costs) // 4 + _WORK_OF_ROUND
+        pairs = state.pair(floor, stale)
+        work += (
+            state.improve(pairs, (stale >= _STALE) & limits.two_swaps) + 2 * num_bins + len(costs) // 4 + _WORK_OF_ROUND
+        )
         before, above = above, np.maximum.reduceat(excess, first_of_scope)
         stale = np.where(before - above > limits.progress * before, 0, stale + 1)
-    polished = np.empty_like(bin_of_item)
+    polished = bin_of_item.copy()
     polished[order] = state.bin_of_item
     return polished
 
@@ -152,14 +137,15 @@ class _State:
     scope: IntArray
     prices: Prices | None
 
-    def pair(self, floor: IntArray, shift: IntArray) -> _Pairs:
+    def pair(self, floor: IntArray, turn: IntArray) -> _Pairs:
         """In each group of n bins, pairs the i-th of m above the floor with the (i + shift)-th emptiest of the others.
 
-        At most half of the bins of a group count as above the floor.
+        At most half of the bins of a group count as above the floor. The shift is the turn where the others are few,
+        so that all come up; else its square, so that very different ones do.
 
         Args:
             floor: Above the goal; int64[scopes].
-            shift: int64[scopes].
+            turn: int64[scopes].
         """
         order = ascending(self.group, self.excess)
         excess, group = self.excess[order], self.group[order]
@@ -171,12 +157,19 @@ class _State:
         upper, height = upper[halves], height[halves]
         of_group = group[upper]
         others = (size - np.bincount(of_group, minlength=len(size)))[of_group]
-        lower = (stop - size)[of_group] + (height + shift[self.scope[upper]]) % others
+        shift = turn[self.scope[upper]]
+        shift = np.where(others <= _FEW_BINS, shift, shift * shift)
+        lower = (stop - size)[of_group] + (height + shift) % others
         useful = excess[lower] < excess[upper]
         return _Pairs(order[upper[useful]], order[lower[useful]])
 
-    def improve(self, pairs: _Pairs) -> int:
-        """Improves each pair as far as one step can; returns the work done."""
+    def improve(self, pairs: _Pairs, stale: npt.NDArray[np.bool_]) -> int:
+        """Improves each pair as far as one step can; returns the work done.
+
+        Args:
+            pairs: Pairs of bins.
+            stale: bool[scopes], where two swaps are to be made at once.
+        """
         num_pairs = len(pairs)
         if not num_pairs:
             return 0
@@ -188,18 +181,27 @@ class _State:
         tag = tag[items]
         in_full = tag < num_pairs
         pair = np.where(in_full, tag, tag - num_pairs)
-        few = np.bincount(pair, minlength=num_pairs) <= _FEW_ITEMS
-        may_split = self.prices is None and self.costs[-1] < _EXACT
-        num_few = int(np.count_nonzero(few)) if may_split else 0
-        if num_few == num_pairs:
-            self._split(pairs, items, pair)
-        elif num_few:
-            split = few[pair]
-            self._split(pairs, items[split], pair[split])
-            self._swap(pairs, items[~split], pair[~split], in_full[~split])
-        else:
+        if self.prices is not None:
             self._swap(pairs, items, pair, in_full)
-        return len(items) + _WORK_OF_SPLITS * num_few
+            return len(items)
+        few = np.bincount(pair, minlength=num_pairs) <= _FEW_ITEMS
+        if self.costs[-1] >= _EXACT:
+            few[:] = False
+        twice = stale[self.scope[pairs.full]] & ~few
+        if twice.any():
+            twice[ascending(np.where(twice, -self.excess[pairs.full], _NEVER))[_MOST_TWICE:]] = False
+        work = len(items)
+        for which, step, work_of_pair in (
+            (few, self._split, _WORK_OF_SPLITS),
+            (twice, self._swap_twice, MOST_SWAPS),
+            (~(few | twice), self._swap, 0),
+        ):
+            number = int(np.count_nonzero(which))
+            if number:
+                some = slice(None) if number == num_pairs else which[pair]
+                step(pairs, items[some], pair[some], in_full[some])
+                work += number * work_of_pair
+        return work
 
     def _swap(self, pairs: _Pairs, items: IntArray, pair: IntArray, in_full: npt.NDArray[np.bool_]) -> None:
         """Makes the best move or swap of each pair."""
@@ -219,6 +221,16 @@ class _State:
         chosen = (winner >= 0).nonzero()[0]
         winners = winner[chosen]
         self._exchange(pairs, chosen, leaves[winners], returns[winners])
+
+    def _swap_twice(self, pairs: _Pairs, items: IntArray, pair: IntArray, in_full: npt.NDArray[np.bool_]) -> None:
+        """Makes the best two swaps of each pair."""
+        found = best_two_swaps(self.costs, items, pair, in_full, self.excess[pairs.full] - self.excess[pairs.empty])
+        full, empty = pairs.full[found.pair], pairs.empty[found.pair]
+        for moved, to in ((found.leaves, empty), (found.returns, full)):
+            real = moved >= 0
+            self.bin_of_item[moved[real]] = np.broadcast_to(to, moved.shape)[real]
+        self.excess[full] -= found.change
+        self.excess[empty] += found.change
 
     def _more(self, leaves: IntArray, to: IntArray, others: IntArray, to_of_other: IntArray) -> IntArray | None:
         """What it takes more to run an item in the other bin of its pair: int64[N], or None where that is no matter."""
@@ -275,7 +287,7 @@ class _State:
         self.excess[full] -= change
         self.excess[empty] += change
 
-    def _split(self, pairs: _Pairs, items: IntArray, pair: IntArray) -> None:
+    def _split(self, pairs: _Pairs, items: IntArray, pair: IntArray, _: npt.NDArray[np.bool_]) -> None:
         """Deals the items of each pair anew, by the best of all ways to split them."""
         order = ascending(pair)
         items, pair = items[order], pair[order]

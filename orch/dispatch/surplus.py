@@ -11,7 +11,7 @@ from orch.comm.topology import IntArray
 from orch.cost import sum_by_bin
 from orch.dispatch.order import ascending, run_starts, starts_run
 
-_STEPS = 3  # items that do not fit, in one bin
+_STEPS = 2  # items that do not fit, in one bin
 _EXPENSIVE = np.iinfo(np.int64).max
 
 
@@ -132,6 +132,8 @@ class _Search:
     def take(self, step: int) -> bool:
         """Takes the items up to the first that does not fit, in each bin; whether any may be taken later."""
         left = self.still_to_go()
+        if not left.any():
+            return False
         rest = self.rest[self.costs[self.rest] <= left[self.bins[self.rest]]]
         bins, costs = self.bins[rest], self.costs[rest]
         start = run_starts(bins)

@@ -20,7 +20,8 @@ from orch.dispatch.bounds import least_load
 from orch.dispatch.deal import deal, deal_in_groups, fold
 from orch.dispatch.fit import fit
 from orch.dispatch.order import ascending, run_starts
-from orch.dispatch.polish import Limits, Prices, polish
+from orch.dispatch.polish import Limits, polish
+from orch.dispatch.prices import Prices
 from orch.dispatch.surplus import pick_surplus
 from tests.unit.planning import LENGTHS, arrays, topologies
 

@@ -63,6 +63,20 @@ def test_one_node_is_polished_to_the_least_load(seed):
     assert problem.largest_load(DISPATCHERS["local"](problem)) <= 1.0005 * least_load(problem.lengths, 8)
 
 
+@pytest.mark.parametrize("seed", range(3, 10))
+def test_sixteen_items_a_bin_draw_level_to_the_token(seed):
+    """Two swaps at once do it; single ones leave a token or two."""
+    problem = drawn(8, 16, seed)
+    assert problem.largest_load(DISPATCHERS["local"](problem)) == least_load(problem.lengths, 8)
+
+
+def test_few_items_cross_nodes_where_their_own_has_no_room():
+    """The longest is the bound. Two of 502 on a rank are near enough to it, but other nodes have empty ranks."""
+    lengths, home = np.array([1000, 502, 502, 502, 300]), np.array([0, 1, 1, 2, 3])
+    ranks = balance(lengths, home, Topology(6, 3))
+    assert np.bincount(ranks, weights=lengths).max() == 1000
+
+
 def test_loads_are_least_where_no_node_need_send_much_for_it():
     """Nodes draw 0.5 % more or less than the mean, so that little must cross for them to be exactly level."""
     rng = np.random.default_rng(5)
@@ -173,6 +187,13 @@ def test_places_draw_level_by_what_the_gap_is_worth():
     level = Level(start, nowhere, costs, none, none, arrays([0, 0]), arrays([1, 1]))
     assert level.draw_level(costs, place, arrays([79, 79])).tolist() == [0, 1, 0, 0, 1]
     assert level.draw_level(costs, place, arrays([88, 70])).tolist() == place.tolist()
+
+
+def test_places_draw_level_by_two_that_cross_instead_of_one():
+    """40 crosses to place 1, 3 too few; 20 and 23 of the same place do it, and no single one does."""
+    costs, start, place = arrays([40, 20, 23, 90, 30]), arrays([0, 0, 0, 0, 1]), arrays([1, 0, 0, 0, 1])
+    level = Level(start, np.full(5, -1), costs, costs * 0, costs * 0, arrays([0, 0]), arrays([1, 1]))
+    assert level.draw_level(costs, place, arrays([130, 73])).tolist() == [0, 1, 1, 0, 1]
 
 
 def test_problems_side_by_side_keep_each_its_own_slack():

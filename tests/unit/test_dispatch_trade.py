@@ -1,7 +1,11 @@
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from orch.balancing import balance
+from orch.comm.topology import Topology
+from orch.cost import PackedCost
 from orch.dispatch.trade import trade
 
 
@@ -86,3 +90,18 @@ def test_it_is_a_function_of_the_numbers():
     first = trade(costs, lengths, bins.copy(), 16, cap, 0)
     np.testing.assert_array_equal(first, trade(costs, lengths, bins, 16, cap, 0))
     assert np.any(first != bins)
+
+
+@pytest.mark.parametrize("seed", [6, 24])
+def test_local_is_about_as_even_as_greedy_under_a_tight_cap(seed):
+    """Nearly all is on one rank at first, and what is moved for the sake of tokens leaves costs far from level."""
+    rng = np.random.default_rng(seed)
+    size, cost = int(rng.choice([100, 200, 400])), PackedCost(0, 1, 0.001)
+    lengths, home = rng.lognormal(5, 1.5, size).astype(np.int64) + 1, (rng.random(size) < 0.8).astype(np.int64)
+    cap = -(-int(lengths.sum()) // 2) + int(rng.integers(0, 200))
+    local, greedy = (
+        balance(lengths, home, Topology(2, 1), cost=cost, max_tokens=cap, dispatcher=name)
+        for name in ("local", "greedy")
+    )
+    assert np.bincount(local, weights=lengths).max() <= cap
+    assert cost.loads(lengths, local, 2).max() <= 1.04 * cost.loads(lengths, greedy, 2).max()
