@@ -24,6 +24,7 @@ class Qwen3OmniAudioAdapter(QwenOmniAudioAdapter):
     the last rows of a recording follow from its batch, orchestrated or not, if no recording in it lasts a whole chunk.
     """
 
+    unused = ()
     min_frames = 1
 
     def num_rows(self, item: Item) -> int:

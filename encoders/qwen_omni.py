@@ -30,6 +30,7 @@ class QwenOmniAudioAdapter:
 
     keys = frozenset({"input_features", "audio_feature_lengths"})
     placeholders = ("audio_token_id",)
+    unused: tuple[str, ...] = ("audio_bos_eos_token.weight",)
     min_frames = 3  # fewer leave no row after two strides of 2
 
     def __init__(self, encoder: Any) -> None:

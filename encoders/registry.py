@@ -35,6 +35,11 @@ ADAPTER_METHODS = (
 )
 
 
+def known_class(encoder: Any) -> str:
+    """The first name, among its class and those that it inherits from, that an adapter is known for; "" if none is."""
+    return next((cls.__name__ for cls in type(encoder).__mro__ if cls.__name__ in _HOME_OF_ADAPTER), "")
+
+
 def adapter_for(encoder: Any) -> Any:
     """Finds the adapter of an encoder by the names of its class and of the classes it inherits from.
 
@@ -47,10 +52,9 @@ def adapter_for(encoder: Any) -> Any:
     Raises:
         ValueError: If none of its classes is known.
     """
-    for cls in type(encoder).__mro__:
-        if cls.__name__ in _HOME_OF_ADAPTER:
-            module, name = _HOME_OF_ADAPTER[cls.__name__]
-            return getattr(importlib.import_module(module), name)(encoder)
+    if known := known_class(encoder):
+        module, name = _HOME_OF_ADAPTER[known]
+        return getattr(importlib.import_module(module), name)(encoder)
     methods = ", ".join(f"`{method}`" for method in ADAPTER_METHODS)
     raise ValueError(
         f"`encoder` must be one of {', '.join(sorted(_HOME_OF_ADAPTER))}, but is {type(encoder).__name__} instead. "

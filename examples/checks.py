@@ -13,21 +13,26 @@ from typing import Any
 
 from orch.comm.gather import Status, gather_status
 from orch.comm.groups import get_rank, get_world_size
+from orch.odb.state import RoundRecord
+from orch.resume import ResumePoint
 
 OPTIONS_FILE = "options.json"
 LASTING_OPTIONS = (
     *("engine", "layout", "token_budget", "accumulate", "samples", "dtype", "max_length", "max_pixels"),
     *("prepend_placeholders", "lr", "seed"),
 )
+MAX_INTEGER = 2**63 - 1
 
 
 def at_least(least: int) -> Callable[[str], int]:
-    """A type for `ArgumentParser`: integers from `least` on."""
+    """A type for `ArgumentParser`: integers from `least` on, of 63 bits."""
 
     def integer(text: str) -> int:
         value = int(text)
         if value < least:
             raise ArgumentTypeError(f"must be at least {least}, but is {value} instead")
+        if value > MAX_INTEGER:
+            raise ArgumentTypeError(f"must be at most {MAX_INTEGER}, but is {value} instead")
         return value
 
     return integer
@@ -85,22 +90,37 @@ def _told_file(path: Path | None) -> str | None:
 
 def _check_checkpoint(folder: Path, options: dict[str, Any]) -> None:
     """A checkpoint goes on with the options, the data and the ranks that it was saved with."""
-    _check_holds(folder, folder / OPTIONS_FILE)
-    for name, saved in json.loads((folder / OPTIONS_FILE).read_text()).items():
-        if options.get(name) != saved:
+    saved = _read_json(folder, folder / OPTIONS_FILE)
+    if not isinstance(saved, dict) or set(saved) != set(options):
+        raise ValueError(f"{folder / OPTIONS_FILE} must hold {sorted(options)}, but holds {saved!s:.80} instead.")
+    for name, value in options.items():
+        if saved[name] != value:
             words = f"`{name}`" if name.startswith("--") else name
             raise ValueError(
-                f"{words} must be {saved!r}, as in the run that was saved, but is {options.get(name)!r} instead."
+                f"{words} must be {saved[name]!r}, as in the run that was saved, but is {value!r} instead."
             )
-    _check_holds(folder, loader_file(folder))
+    _check_state(loader_file(folder), _read_json(folder, loader_file(folder)))
 
 
-def _check_holds(folder: Path, file: Path) -> None:
+def _check_state(file: Path, state: Any) -> None:
+    try:
+        RoundRecord.from_dict(ResumePoint.from_dict(state).loader, {"rank": get_rank(), "num_ranks": get_world_size()})
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{file} must be what `--save` wrote for rank {get_rank()}, but is not: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _read_json(folder: Path, file: Path) -> Any:
     if not file.is_file():
         raise ValueError(
             f"`--resume` must be a folder that `--save` wrote, with {OPTIONS_FILE}, a loader-<rank>.json of each rank, "
             f"and the engine's files, but {folder} has no {file.name}."
         )
+    try:
+        return json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{file} must be what `--save` wrote, but cannot be read: {error}.") from error
 
 
 def _prepare_folder(option: str, folder: Path) -> None:

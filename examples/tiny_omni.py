@@ -100,8 +100,6 @@ def _audio_config(hidden_size: int, num_layers: int, num_mel_bins: int) -> dict[
 def build_thinker(config: Any, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
     """Builds the model with weights that follow from the seed alone, whatever the dtype.
 
-    The embedding `audio_tower.audio_bos_eos_token` takes part in no forward (DDP would raise) and is frozen.
-
     Args:
         config: From `tiny_thinker_config`.
         dtype: Of the parameters.
@@ -118,5 +116,4 @@ def build_thinker(config: Any, dtype: torch.dtype = torch.float32, seed: int = 0
     for parameter in model.parameters():  # not buffers: the frequencies of the rotary embeddings stay float32
         parameter.data = parameter.data.to(dtype)
     model.config.dtype = dtype
-    model.model.audio_tower.audio_bos_eos_token.requires_grad_(False)
     return model.train()

@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import time
+import warnings
 from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -32,7 +33,7 @@ from torch import nn
 
 import orch
 from orch import odb
-from orch.comm.gather import gather_ragged
+from orch.comm.gather import Status, gather_ragged, gather_status
 from orch.encoders.packing import use_packed_attention
 from orch.report import mean_and_max
 
@@ -55,7 +56,7 @@ def make_parser(description: str, engines: Sequence[str] = ("ddp",)) -> Argument
     add("--exchange", choices=["auto", "flat", "node_wise", "all_gather"], default="auto")
     add("--token-budget", type=at_least(1), default=2048, help="tokens of a rank's group")
     add("--ranks-per-node", type=at_least(1), help="plays nodes of so many ranks; default: the hosts that there are")
-    add("--steps", type=at_least(1), help="stop after so many optimizer steps")
+    add("--steps", type=at_least(1), help="stop after so many optimizer steps, of this run alone at --resume")
     add("--epochs", type=at_least(1), default=1)
     add("--accumulate", type=at_least(1), default=1, help="micro-steps of an optimizer step")
     add("--samples", type=at_least(1), default=2000, help="size of the generated data set")
@@ -86,6 +87,7 @@ def make_dataset(args: Namespace, tokenizer: Any, config: Any) -> Any:
 
 def make_loader(args: Namespace, tokenizer: Any, config: Any) -> odb.ODBDataLoader:
     """The loader of the data, which forms groups up to the token budget."""
+    warnings.filterwarnings("ignore", r"Keys \['row'\] of samples")  # `train` reads it of the plan
     return odb.ODBDataLoader(
         make_dataset(args, tokenizer, config),
         token_budget=args.token_budget,
@@ -157,10 +159,18 @@ def train(args: Namespace, wrap: Wrap) -> dict[str, Any]:
             if len(losses) == args.steps:
                 break
     if args.save is not None:
-        engine.save(args.save)
-        (args.save / OPTIONS_FILE).write_text(json.dumps(lasting_options))
-        loader_file(args.save).write_text(json.dumps(batches.state_dict()))
+        _save(engine, args.save, lasting_options, batches.state_dict())
     return _report(batches, losses, step_ms, trained, skipped, num_tokens / (time.perf_counter() - begin))
+
+
+def _save(engine: Engine, folder: Path, options: dict[str, Any], state: dict[str, Any]) -> None:
+    """Saves a checkpoint: the options last, since without them it is none, whatever of an older one is left."""
+    (folder / OPTIONS_FILE).unlink(missing_ok=True)
+    gather_status(Status.OK, label="save")
+    engine.save(folder)
+    loader_file(folder).write_text(json.dumps(state))
+    gather_status(Status.OK, label="saved")
+    (folder / OPTIONS_FILE).write_text(json.dumps(options))
 
 
 def _report(

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from orch.comm.counts import check_count
-from orch.comm.topology import IntArray, Topology
+from orch.comm.topology import IntArray, Topology, check_topology_kind
 from orch.cost import CostModel, PackedCost, is_additive
 from orch.dispatch import DispatchProblem, check_dispatcher, check_slack, dispatch
 
@@ -89,6 +89,7 @@ def as_counts(name: str, values: npt.ArrayLike, size: int | None = None) -> IntA
 
 def as_ranks(name: str, values: npt.ArrayLike, size: int, topology: Topology) -> IntArray:
     """A vector of ranks of the topology, or a `ValueError` that says what is wrong with it."""
+    check_topology_kind(topology)
     array = as_counts(name, values, size)
     if array.size and int(array.max()) >= topology.num_ranks:
         raise ValueError(f"`{name}` must be below {topology.num_ranks}, but reaches {array.max()} instead.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
@@ -13,16 +14,18 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from orch.choices import Choices
+from orch.comm.counts import check_seconds
 from orch.comm.groups import get_global_ranks
 from orch.comm.topology import Topology
 from orch.cost import CostModel
-from orch.micro_step import BATCH_KEY, MicroStep
+from orch.micro_step import MicroStep, watch_of
 from orch.prefetch import Prefetcher
 from orch.prepare import Collate, to_device
 from orch.producer import Ready, StepProducer
 from orch.report import Report
 from orch.resume import ResumePoint
 from orch.setup import Setup, make_setup
+from orch.watch import BATCH_KEY
 
 DEFAULT_TIMEOUT_S = 600.0
 _CLOSE_S = 2.0
@@ -65,6 +68,7 @@ class OrchestratedLoader:
         closing = threading.Event()
         producer = StepProducer(self.loader, self.setup, self.report, self._begin, closing.is_set, self._prefetch)
         ahead = self._ahead = Prefetcher(producer, self._prefetch, closing, self._check_wait)
+        self._begin = replace(self._begin, step=0)  # of the next iteration, also if this one has no batch
         self.micro_step, self._reached, is_in_use = None, producer.begin, False
         try:
             while (ready := self._next(ahead)) is not None:
@@ -89,6 +93,8 @@ class OrchestratedLoader:
     def set_epoch(self, epoch: int) -> None:
         """Chooses the epoch whose order the loader draws, where it knows epochs."""
         if hasattr(self.loader, "set_epoch"):
+            if getattr(self.loader, "epoch", epoch) != epoch:  # the rest of a resumed one is given up
+                self._begin = replace(self._begin, step=0)
             self.loader.set_epoch(epoch)
             if self._ahead is None or self._ahead.is_closed:  # else the state is of the step that was taken
                 self._reached = None
@@ -156,7 +162,9 @@ class OrchestratedLoader:
         self.micro_step = replace(ready.micro_step, stages=stages)
         if self.setup.engine.deepspeed is not None:
             self.setup.engine.deepspeed.set_gradient_accumulation_boundary(self.micro_step.is_last)
-        return {**to_device(ready.batch, device), BATCH_KEY: self.micro_step}
+        batch = {**to_device(ready.batch, device), BATCH_KEY: self.micro_step}
+        watch_of(self.setup.engine.model).await_batch(batch)
+        return batch
 
     def _check_skipped(self, micro_step: MicroStep) -> None:
         """A batch that the model of one rank skips would leave the others in its exchanges; all may skip it."""
@@ -213,19 +221,23 @@ def orchestrate(
 
     Args:
         loader: An `ODBDataLoader`, whose own grouping says what "as drawn" means: the groups that it gives by itself.
-            Or any iterable of groups (lists of processed samples), in equal or unequal counts.
+            Or any iterable of groups (lists of processed samples), in equal or unequal counts, such as a `DataLoader`
+            with `collate_fn=list`. A `collate_fn` of an `ODBDataLoader` does not run.
         engine: What trains: DDP, a DeepSpeed engine, or the model itself, whose gradients are then yours to average
             over the ranks. Its encoders are stages (`orch.stage`).
         balance: "post": every stage on its own; "llm": the LLM alone; "pre": whole samples before the step; "none".
         dispatcher: How packed stages are dealt (`orch.dispatch.DISPATCHERS`); the best for each stage if not given.
-        accumulate: K, micro-steps of an optimizer step; read from DeepSpeed, 1 otherwise.
+        accumulate: K, micro-steps of an optimizer step; read from DeepSpeed, 1 otherwise. Their losses add up to that
+            of the step: do not divide them by K.
         topology: Ranks and nodes, taken at your word; if not given, ranks tell each other the names of their hosts,
             which are held against what the launcher says.
         max_tokens: The most tokens the LLM's batch of a rank may hold; never more than unbalanced in any case.
         slack: By what share the load of packed stages may exceed the least possible one, from 0 to 1. With 0.01 plans
             are made sooner and less crosses nodes, which pays where these are joined by a slow link.
         costs: What batches cost by stage name and "llm", e.g. from `orch.calibrate`; FLOPs for what is not given.
-        collate_fn: `collate_fn(samples, parts)` to arguments of the model; found by the model if not given.
+        collate_fn: `collate_fn(samples, parts)` to arguments of the model; found by the model if not given. `samples`
+            are those of this rank's LLM batch, fillers included, without their items; `parts`, by stage, what the
+            adapter keeps of the items of each. The one found is `orch.encoders.backbone.collator_for(model, layout)`.
         layout: "packed" or "padded" samples in the LLM; the loader's if not given, else "packed".
         exchange: How items and encoder outputs travel: "flat"; "node_wise", collected inside the node before they
             cross; "auto", the one predicted to be faster each time; "all_gather" as a baseline for the outputs.
@@ -237,6 +249,13 @@ def orchestrate(
     Raises:
         ValueError: If a choice is unknown or out of range, or contradicts the engine.
     """
+    check_seconds("timeout_s", timeout_s)
+    if collate_fn is None and hasattr(loader, "groups") and getattr(loader, "collate_fn", None) is not None:
+        warnings.warn(
+            "`collate_fn` of the loader does not run once it is orchestrated, as samples change ranks before they are "
+            "collated: give `orch.orchestrate` one, which takes `(samples, parts)`.",
+            stacklevel=2,
+        )
     choices = Choices(
         layout=layout or str(getattr(loader, "layout", "packed")),
         balance=balance,

@@ -100,6 +100,7 @@ def stage_batch(
         exchange=Exchange.of(stage.to_llm, rank, num_rows, topology),
         parts=tuple(part for sample in parts for part in sample),
         part_rows=tuple(num_rows[needed].tolist()),
+        num_items=len(stage.items),
         moves=not np.array_equal(stage.encode.rank_of_item, stage.llm.rank_of_item),
         tags=tags[0],
         tags_of_gradients=tags[1],

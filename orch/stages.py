@@ -39,6 +39,8 @@ class EncoderAdapter(Protocol):
       items disagree are then refused before anything moves. `num_tokens(item)` says how many an item has, where that
       is not its `num_rows`.
     - `row_width`: values of a row in all of its tensors, where that is not the LLM's width.
+    - `unused`: names of the encoder's parameters that take part in no forward. `orch.stage` freezes them, since DDP
+      would wait for their gradients.
     - `bind(config)`: given the model's configuration once the model is known, returns the adapter to use from then on.
     - `idle(model, parts)`: for models with something of their own between encoder and LLM, such as a projector, which
       every rank must run as often as the others. For each kind of item that `parts` (those of this rank's LLM batch)
@@ -179,10 +181,10 @@ class Stage:
 
 
 def stage(encoder: EncoderT, name: str, adapter: EncoderAdapter | None = None) -> EncoderT:
-    """Instruments an encoder in place as a stage, and returns it.
+    """Instruments an encoder in place as a stage, and returns it. Call it before an engine wraps the model.
 
     Its class, attributes, parameter names and `state_dict` stay as they are. Outside an orchestrated micro-step it
-    behaves as before.
+    behaves as before. Parameters that take part in no forward are frozen, where its adapter knows of any.
 
     Args:
         encoder: The encoder module.
@@ -202,6 +204,7 @@ def stage(encoder: EncoderT, name: str, adapter: EncoderAdapter | None = None) -
             raise ValueError(f"`encoder` must not hold BatchNorm, but {path!r} is {type(module).__name__} instead.")
     adapter = _known_adapter(encoder) if adapter is None else adapter
     _check_adapter(adapter)
+    _freeze(encoder, getattr(adapter, "unused", ()))
     instrument = Stage(encoder, name, adapter)
     object.__setattr__(encoder, _ATTRIBUTE, instrument)
     object.__setattr__(encoder, "_call_impl", instrument.call)  # what `nn.Module.__call__` calls
@@ -236,6 +239,12 @@ def stages_in(model: nn.Module) -> dict[str, Stage]:
 
 def _known_adapter(encoder: nn.Module) -> Any:
     return importlib.import_module("orch.encoders").adapter_for(encoder)
+
+
+def _freeze(encoder: nn.Module, names: Sequence[str]) -> None:
+    for name, parameter in encoder.named_parameters():
+        if name in names:
+            parameter.requires_grad_(False)
 
 
 def _check_adapter(adapter: Any) -> None:

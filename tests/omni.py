@@ -69,7 +69,8 @@ def reference_gradients(samples, dtype=torch.float64):
         loss = _plain_loss_sum(model, adapters, collate, sample) / max(total, 1)
         loss.backward()
         mean += loss.item()
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    unused = [f"model.audio_tower.{name}" for name in adapters["audio"].unused]
+    trained = {name: p for name, p in model.named_parameters() if name not in unused}
     return mean, {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in trained.items()}
 
 

@@ -13,7 +13,9 @@ GRIDS = ([1, 2, 2], [1, 4, 6], [3, 2, 8], [1, 10, 18], [2, 12, 4])
 
 @pytest.fixture(scope="module")
 def thinker():
-    return build_thinker(tiny_thinker_config(300, num_mel_bins=16), torch.float64)
+    model = build_thinker(tiny_thinker_config(300, num_mel_bins=16), torch.float64)
+    model.model.audio_tower.audio_bos_eos_token.requires_grad_(False)  # takes part in no forward
+    return model
 
 
 @pytest.fixture(scope="module")

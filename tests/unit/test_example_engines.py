@@ -16,6 +16,9 @@ import train_omni
 import training
 from training import make_parser
 
+from orch.odb.state import RoundRecord
+from orch.resume import ResumePoint
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPTS = (train_ddp, train_fsdp2, train_deepspeed)
 LOOP = {"module", "forward_backward", "step", "save", "load"}
@@ -154,10 +157,13 @@ def test_counts_below_1_are_refused(name, value, capsys):
 def test_no_workers_are_a_number_of_workers_and_words_are_not(capsys):
     parser = make_parser("")
     assert parser.parse_args(["--num-workers", "0", "--seed", "0"]).num_workers == 0
-    for words in (["--num-workers", "-1"], ["--seed", "-1"], ["--steps", "few"]):
+    for words in (["--num-workers", "-1"], ["--seed", str(2**63)], ["--steps", "few"]):
         with pytest.raises(SystemExit):
             parser.parse_args(words)
-    assert "argument --steps: invalid integer value: 'few'" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "argument --num-workers: must be at least 0, but is -1 instead" in said
+    assert "argument --seed: must be at most 9223372036854775807, but is 9223372036854775808 instead" in said
+    assert "argument --steps: invalid integer value: 'few'" in said
 
 
 class WrappedError(Exception):
@@ -206,7 +212,8 @@ def saved_with(folder, *options):
     folder.mkdir()
     lasting = training.check_run(make_parser("").parse_args([str(option) for option in options]))
     (folder / "options.json").write_text(json.dumps(lasting))
-    (folder / "loader-0.json").write_text("{}")
+    loader = RoundRecord(0).to_dict({"rank": 0, "num_ranks": 1})
+    (folder / "loader-0.json").write_text(json.dumps(ResumePoint(loader=loader).to_dict()))
     return folder
 
 
@@ -220,6 +227,35 @@ def test_a_checkpoint_goes_on_only_with_its_own_options(tmp_path):
     assert "`--prepend-placeholders` must be False" in refusal("--resume", saved, "--prepend-placeholders")
     (saved / "loader-0.json").unlink()
     assert "saved has no loader-0.json" in refusal("--resume", saved)
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "message"),
+    [
+        ("options.json", lambda text: text[:-9], "options.json must be what `--save` wrote, but cannot be read"),
+        ("options.json", lambda text: "[]", "options.json must hold ['--accumulate', "),
+        ("options.json", lambda text: "{}", "options.json must hold ['--accumulate', "),
+        ("loader-0.json", lambda text: "", "loader-0.json must be what `--save` wrote, but cannot be read"),
+        ("loader-0.json", lambda text: "[]", "loader-0.json must be what `--save` wrote for rank 0, but is not"),
+        ("loader-0.json", lambda text: text.replace("peaks", "peeks"), "but is not: KeyError: 'peaks'"),
+        ("loader-0.json", lambda text: text.replace('"rank": 0', '"rank": 1'), "`rank` of a saved state must be 0"),
+    ],
+)
+def test_a_damaged_checkpoint_is_refused_by_its_file(name, damage, message, tmp_path):
+    saved = saved_with(tmp_path / "saved")
+    (saved / name).write_text(damage((saved / name).read_text()))
+    assert message in refusal("--resume", saved)
+
+
+def test_a_save_that_ends_half_way_leaves_no_checkpoint(tmp_path):
+    class Failing:
+        def save(self, folder):
+            raise OSError("No space left on device")
+
+    saved = saved_with(tmp_path / "saved")
+    with pytest.raises(OSError, match="No space"):
+        training._save(Failing(), saved, {}, {})
+    assert "saved has no options.json" in refusal("--resume", saved)
 
 
 def test_a_checkpoint_goes_on_only_with_its_own_data(tmp_path):

@@ -90,6 +90,17 @@ def test_generate_still_works(plain, staged):
     assert torch.equal(staged.eval().generate(ids, **args), plain.eval().generate(ids, **args))
 
 
+def test_parameters_that_take_part_in_no_forward_are_frozen():
+    model = small_model(torch.float32, staged=False).requires_grad_(True)
+    orch.stage(model.model.visual, "vision")
+    orch.stage(model.model.audio_tower, "audio")
+    frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+    assert frozen == ["model.audio_tower.audio_bos_eos_token.weight"]
+    encode(model.model.audio_tower, make_sample(model.config, 2, frames=[20])).sum().backward()
+    left_out = [name for name, parameter in model.model.audio_tower.named_parameters() if parameter.grad is None]
+    assert left_out == ["audio_bos_eos_token.weight"]
+
+
 def test_stages_are_found_in_the_order_of_the_modules(staged):
     assert list(stages_in(staged)) == ["audio", "vision"]
 
