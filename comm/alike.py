@@ -24,14 +24,15 @@ def check_alike(what: str, settings: Mapping[str, object], group: ProcessGroup |
 
     Args:
         what: What was set up, in words.
-        settings: Words for each setting, and its value, of which is compared what `told` says; strings are themselves.
+        settings: Words for each setting, and its value, of which is compared what `told` says. Strings are themselves;
+            2.0 is not 2, since it may not do where a count is asked for.
         group: A CPU (gloo) group; None for the world.
         label: What it is for, in a `CollectiveLog`.
 
     Raises:
         ValueError: On all ranks alike, if any setting differs; names it, and who has which value.
     """
-    own = json.dumps({name: value if isinstance(value, str) else told(value) for name, value in settings.items()})
+    own = json.dumps({name: _worded(value) for name, value in settings.items()})
     texts = [decode_text(words) for words in gather_ragged(encode_text(own), group, label=label)]
     told_in = {text: json.loads(text) for text in dict.fromkeys(texts)}
     names = dict.fromkeys(name for values in told_in.values() for name in values)
@@ -40,6 +41,14 @@ def check_alike(what: str, settings: Mapping[str, object], group: ProcessGroup |
     wrong = [f"{name} is {_by_rank(found, ranks)}" for name, found in values.items() if len(set(found)) > 1]
     if wrong:
         raise ValueError(f"{what} must be set up alike on all ranks, but {'; '.join(wrong)} instead.")
+
+
+def _worded(value: object) -> str:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, numbers.Real) and not isinstance(value, numbers.Integral):
+        return repr(float(value))
+    return told(value)
 
 
 def _by_rank(values: Sequence[str], ranks: Sequence[int]) -> str:
@@ -64,7 +73,7 @@ def told(value: object, *, within: tuple[int, ...] = ()) -> str:
     """A value in words that are the same on every rank: its `repr`, without addresses.
 
     Objects of classes without a `repr` of their own, such as a user's cost model, are told by class and attributes. The
-    order of a mapping's keys does not count.
+    order of a mapping's keys does not count. What has no words, as an object whose `repr` fails, is told by its class.
 
     Args:
         value: The value.
@@ -72,7 +81,13 @@ def told(value: object, *, within: tuple[int, ...] = ()) -> str:
     """
     if id(value) in within:
         return "..."
-    within = (*within, id(value))
+    try:
+        return _told(value, (*within, id(value)))
+    except Exception as error:
+        return f"{type(value).__qualname__} without words ({type(error).__name__})"
+
+
+def _told(value: object, within: tuple[int, ...]) -> str:
     if isinstance(value, Mapping):
         return f"{{{', '.join(sorted(f'{told(key)}: {told(each, within=within)}' for key, each in value.items()))}}}"
     if isinstance(value, AbstractSet):

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from orch.comm.counts import check_seconds
 from orch.comm.topology import IntArray, Topology
 
 DEFAULT_TIMEOUT_S = 600.0
@@ -44,16 +45,19 @@ def group_of_axis(group: ProcessGroup | DeviceMesh | None) -> ProcessGroup | Non
     """The group of a mesh's only axis; a group as it is.
 
     Raises:
-        ValueError: If the mesh has several axes.
+        ValueError: If it is neither, the mesh has several axes, or the group does not hold this rank.
     """
-    if not isinstance(group, DeviceMesh):
+    if group is None or isinstance(group, ProcessGroup):
         return group
-    if group.ndim != 1:
-        raise ValueError(
-            "`group` must be a process group or one axis of a mesh, as in `mesh['dp']`, "
-            f"but is a mesh of {group.ndim} axes {group.mesh_dim_names or ''} instead."
-        )
-    return group.get_group()
+    if isinstance(group, DeviceMesh) and group.ndim == 1:
+        return group.get_group()
+    if group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(f"`group` must hold rank {get_rank()}, which calls this, but is of other ranks instead.")
+    is_mesh = isinstance(group, DeviceMesh)
+    found = f"a mesh of {group.ndim} axes {group.mesh_dim_names or ''}" if is_mesh else repr(group)
+    raise ValueError(
+        f"`group` must be a process group or one axis of a mesh, as in `mesh['dp']`, but is {found} instead."
+    )
 
 
 def whole_of(group: Group) -> ProcessGroup | None:
@@ -117,8 +121,7 @@ def _subgroup(whole: ProcessGroup, ranks: IntArray, backend: str, timeout_s: flo
 
 
 def _timeout(timeout_s: float) -> timedelta:
-    if not timeout_s > 0:
-        raise ValueError(f"`timeout_s` must be above 0, but is {timeout_s} instead.")
+    check_seconds("timeout_s", timeout_s)
     return timedelta(seconds=timeout_s)
 
 
@@ -181,11 +184,15 @@ def all_gather_single(
 
 
 def destroy_group(group: Group) -> None:
-    """Releases a group made by `new_cpu_group`, with those of its hops; nothing happens for None or without a world."""
-    if group is None or not is_distributed():
-        return
-    if isinstance(group, NodeGroups):
-        for hop in (group.inside, group.across):
-            if hop is not None and hop is not group.whole:
-                dist.destroy_process_group(hop)
-    dist.destroy_process_group(whole_of(group))
+    """Releases what was made: the group of `new_cpu_group`, or the hops of `new_node_groups`, not what these join.
+
+    Nothing happens for None, for the world or without one.
+    """
+    made = (
+        [hop for hop in (group.inside, group.across) if hop is not group.whole]
+        if isinstance(group, NodeGroups)
+        else [group]
+    )
+    for each in made:
+        if is_distributed() and each not in (None, dist.group.WORLD):
+            dist.destroy_process_group(each)

@@ -151,7 +151,7 @@ class Liveness:
 
         Returns:
             An error that names the missing ranks and says what each did last, and why it failed if it said so; or,
-            if none is missing, what each rank is doing.
+            if none is missing, which have left, and what each rank is doing.
         """
         if self.board is None:
             return PeerLostError(self.rank, self.doing, (), f"there is no other rank: {first_line(error)}")

@@ -109,8 +109,9 @@ def peer_lost_error(
     missing = [] if failures else watch.missing(limit_s)
     said = f"\n(The collective said: {first_line(error)})"
     if not failures and not missing:
-        reason = f"no rank is missing. What each does:\n{watch.describe_all()}{said}"
-        return PeerLostError(watch.rank, waited_in, (), reason)
+        left = [rank for rank, beat in enumerate(watch.beats) if beat is not None and beat.state == "left"]
+        why = f"{describe_ranks(left)} left: all must take the same number of batches" if left else "no rank is missing"
+        return PeerLostError(watch.rank, waited_in, (), f"{why}. What each does:\n{watch.describe_all()}{said}")
     ranks = sorted({*failures, *missing})
     lines = [str(failures[rank]) for rank in sorted(failures)]
     lines += [watch.describe(missing)] if missing else []

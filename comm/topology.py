@@ -9,7 +9,7 @@ from os import PathLike
 import numpy as np
 import numpy.typing as npt
 
-from orch.comm.counts import check_count
+from orch.comm.counts import check_count, check_kind
 
 IntArray = npt.NDArray[np.int64]
 
@@ -183,3 +183,8 @@ class Topology:
         chosen = Topology.of_node_sizes(tuple(sizes[sizes > 0].tolist()))
         counts = {name: getattr(chosen, name) for name in ("num_ranks", "ranks_per_node", "node_sizes")}
         return replace(self, **counts)
+
+
+def check_topology_kind(value: object) -> None:
+    """Raises a `ValueError` unless it is a `Topology`; a number of ranks is none."""
+    check_kind("topology", value, Topology, "orch.Topology(num_ranks=8, ranks_per_node=4)")

@@ -27,26 +27,28 @@ class SampleFailure:
         where: The sample or samples, in words.
         error: The exception itself if it pickles, else a RuntimeError that quotes it.
         details: Its traceback.
+        advice: What to do about it, in words; "" where that is not known.
     """
 
     where: str
     error: BaseException
     details: str
+    advice: str = ""
 
     @classmethod
-    def of(cls, where: str, error: BaseException) -> SampleFailure:
+    def of(cls, where: str, error: BaseException, advice: str = "") -> SampleFailure:
         """Captures an exception that is being handled."""
         details = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-        return cls(where, _portable(error), details)
+        return cls(where, _portable(error), details, f" ({advice})" if advice else "")
 
     @property
     def message(self) -> str:
         """One line for the other ranks."""
-        return f"{self.where}: {type(self.error).__name__}: {self.error}"
+        return f"{self.where}: {type(self.error).__name__}: {self.error}{self.advice}"
 
     def raised_by(self, rank: int) -> BaseException:
         """The exception to raise on the rank where it happened: of the same type, naming rank and sample."""
-        text = f"{self.where} on rank {rank}: {self.error}\n\nOriginal traceback:\n{self.details}"
+        text = f"{self.where} on rank {rank}: {self.error}{self.advice}\n\nOriginal traceback:\n{self.details}"
         try:
             named = type(self.error)(text)
         except Exception:

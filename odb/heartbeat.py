@@ -9,6 +9,7 @@ import weakref
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, distributed_c10d
 
+from orch.comm.counts import check_seconds
 from orch.comm.groups import get_global_ranks
 from orch.comm.heartbeats import Beat, Board, BoardLostError
 
@@ -38,8 +39,7 @@ class Heartbeat:
     """
 
     def __init__(self, group: ProcessGroup, rank: int, lost_after_s: float = DEFAULT_LOST_AFTER_S) -> None:
-        if not lost_after_s > 0:
-            raise ValueError(f"`lost_after_s` must be above 0, but is {lost_after_s} instead.")
+        check_seconds("lost_after_s", lost_after_s)
         self.ranks, self.rank, self.lost_after_s = get_global_ranks(group), rank, lost_after_s
         store = dist.PrefixStore(f"odb/{group.group_name}", distributed_c10d._get_default_store())
         self._board = Board(store, len(self.ranks), limit_s=lost_after_s)

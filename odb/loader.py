@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 import threading
 import time
@@ -14,6 +15,7 @@ import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from orch.comm.counts import check_seed
 from orch.comm.groups import group_of_axis
 from orch.comm.topology import Topology
 from orch.odb.alike import once_alike, settings_of
@@ -65,7 +67,8 @@ class ODBDataLoader:
             its quota, all samples of its own (with global grouping: once there are fewer samples than ranks).
         buffer_size: Samples that a rank groups at a time; by default at least 256, and enough for 16 batches.
         buffer_bytes: Their size at most.
-        collate_fn: Makes a batch of a list of samples; by default pads, or packs into one row.
+        collate_fn: Makes a batch of a list of samples; by default pads, or packs into one row. Not for an
+            orchestrated loader: `orch.orchestrate` takes another.
         accumulation_steps: Micro-steps of an optimizer step, for the loss scale.
         max_length: Longer samples are dropped or refused.
         over_length: "drop" or "raise".
@@ -133,23 +136,25 @@ class ODBDataLoader:
         **dataloader_kwargs: Any,
     ) -> None:
         flags = {"shuffle": shuffle, "mixes_lengths": mixes_lengths, "shard_stream": shard_stream}
-        check_arguments(grouping, accumulation_steps, max_length, over_length, batch_size, drop_last, **flags)
+        num_workers = dataloader_kwargs.get("num_workers", 0)
+        counts = seed, num_workers, prefetch_factor
+        check_arguments(grouping, accumulation_steps, max_length, over_length, batch_size, drop_last, *counts, **flags)
         current = {"token_budget": token_budget, "loss_scaling": loss_scaling, "join": join, "buffer_size": buffer_size}
-        named = take_older_names(dataloader_kwargs, **current)
+        named = take_older_names(dataloader_kwargs, inspect.signature(ODBDataLoader).parameters, **current)
         self.budget, self.grouping = TokenBudget(named["token_budget"], layout, max_samples), grouping
         self.loss_scaling = resolve_loss_scaling(named["loss_scaling"])
         self.window_size = window_size(named["token_budget"], named["buffer_size"], buffer_bytes)
         self.dataset, self.sampler, self.collate_fn = dataset, sampler, collate_fn
         self.join, self.mixes_lengths = bool(named["join"]), mixes_lengths
         self.accumulation_steps, self.pin_memory = accumulation_steps, pin_memory
-        self.shuffle, self.seed, self.num_workers = shuffle, seed, dataloader_kwargs.get("num_workers", 0)
+        self.shuffle, self.seed, self.num_workers = shuffle, int(seed), num_workers
         self.shard_stream = shard_stream
         group = group_of_axis(group)
         self.peers = join_peers(group, rank, world_size, lost_after_s)
         found = topology_of(self.peers, group)  # in any case, since ranks tell each other
         self.topology = topology or found
         self.order = order_of(
-            dataset, sampler, shuffle=shuffle, seed=seed, rank=self.peers.rank, num_ranks=self.peers.num_ranks
+            dataset, sampler, shuffle=shuffle, seed=self.seed, rank=self.peers.rank, num_ranks=self.peers.num_ranks
         )
         self._feed = Feed(
             dataset,
@@ -185,7 +190,12 @@ class ODBDataLoader:
 
         The rest of a resumed epoch is not given up for its own number. Within an epoch, `state_dict` still says where
         that one stands.
+
+        Raises:
+            ValueError: If it is no whole number, or below 0.
         """
+        check_seed("epoch", epoch)
+        epoch = int(epoch)
         if self._resumed is not None and self._resumed.epoch != epoch:
             self._resumed = None
         self.epoch = epoch

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Collection
+from difflib import get_close_matches
 from typing import Any, Literal, get_args
 
 from torch.utils.data import DataLoader
 
-from orch.comm.counts import check_count, check_flag
+from orch.comm.counts import check_count, check_flag, check_seed
 from orch.odb.buffer import WindowSize
 from orch.odb.step_info import resolve_loss_scaling
 
@@ -20,16 +22,19 @@ NO_EFFECT = ("no_warmup", "no_sync", "version", "group_order_flip")
 
 def window_size(token_budget: int, buffer_size: int | None, buffer_bytes: int) -> WindowSize:
     """A window of `buffer_size` samples; by default as many as fill batches well, whatever their lengths."""
+    check_count("buffer_bytes", buffer_bytes)
     if buffer_size is not None:
+        check_count("buffer_size", buffer_size)
         return WindowSize(buffer_size, 0, buffer_bytes, buffer_size)
     return WindowSize(DEFAULT_BUFFER_SIZE, DEFAULT_NUM_BATCHES * token_budget, buffer_bytes, MAX_BUFFER_SIZE)
 
 
-def take_older_names(given: dict[str, Any], **current: Any) -> dict[str, Any]:
+def take_older_names(given: dict[str, Any], known: Collection[str] = (), **current: Any) -> dict[str, Any]:
     """Takes the names of `online-dynamic-batching` out of `given`.
 
     Args:
         given: All keywords that the loader does not know by itself.
+        known: Those that it knows, of which one may have been meant.
         **current: What was given under the names of today: `token_budget`, `loss_scaling`, `join`, `buffer_size`.
 
     Returns:
@@ -53,8 +58,11 @@ def take_older_names(given: dict[str, Any], **current: Any) -> dict[str, Any]:
         given.pop(name, None)
     if given.pop("max_patches", 0) or getattr(config, "max_patches", 0):
         raise ValueError("`max_patches` must be 0 (count patches in `length_fn`), but is not.")
-    if unknown := sorted(set(given) - set(inspect.signature(DataLoader).parameters)):
-        raise TypeError(f"`ODBDataLoader` and torch's `DataLoader` have no arguments {unknown}.")
+    of_torch = inspect.signature(DataLoader).parameters
+    if unknown := sorted(set(given) - set(of_torch)):
+        meant = [name for given_name in unknown for name in get_close_matches(given_name, {*known, *of_torch}, n=1)]
+        asked = f" Did you mean {' and '.join(map(repr, meant))}?" if meant else ""
+        raise TypeError(f"`ODBDataLoader` and torch's `DataLoader` have no arguments {unknown}.{asked}")
     if resolved["token_budget"] is None:
         raise ValueError("`token_budget` must be given, but is None instead.")
     check_count("token_budget", resolved["token_budget"])
@@ -82,6 +90,9 @@ def check_arguments(
     over_length: str,
     batch_size: int | None,
     drop_last: bool,
+    seed: int,
+    num_workers: int,
+    prefetch_factor: int | None,
     **flags: bool,
 ) -> None:
     """Refuses arguments that make no sense.
@@ -92,8 +103,11 @@ def check_arguments(
     if grouping not in get_args(Grouping):
         raise ValueError(f"`grouping` must be 'global' or 'local', but is {grouping!r} instead.")
     check_count("accumulation_steps", accumulation_steps)
-    if max_length is not None:
-        check_count("max_length", max_length)
+    check_count("num_workers", num_workers, least=0)
+    check_seed("seed", seed)
+    for name, count in {"max_length": max_length, "prefetch_factor": prefetch_factor}.items():
+        if count is not None:
+            check_count(name, count)
     for name, value in flags.items():
         check_flag(name, value)
     if over_length not in ("drop", "raise"):

@@ -19,6 +19,8 @@ from orch.odb.packing import NotPackableError, pack_samples
 
 STREAM_CHUNK_SIZE = 16
 _END = object()
+_LEAVE_OUT = "raise `odb.SkipSample` in the data set to leave it out"
+_LEAVE_OUT_OF_STREAM = "give None in its place to leave it out"
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +172,7 @@ class ChunkDataset(Dataset):
             except SkipSample as skip:
                 chunk.add_skipped(index, skip.reason)
             except Exception as error:
-                chunk.failure = SampleFailure.of(f"Sample {index}", error)
+                chunk.failure = SampleFailure.of(f"Sample {index}", error, _LEAVE_OUT)
                 break
         return chunk
 
@@ -220,7 +222,7 @@ class ChunkStream(IterableDataset):
                 if position % stride == start:
                     chunk.add_skipped(position, skip.reason)
             except Exception as error:
-                chunk.failure = SampleFailure.of(f"Sample {position} of the stream", error)
+                chunk.failure = SampleFailure.of(f"Sample {position} of the stream", error, _LEAVE_OUT_OF_STREAM)
             if len(chunk.indices) >= self.chunk_size:
                 yield _finish(chunk, self.measuring)
                 chunk = Chunk()

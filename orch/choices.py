@@ -8,7 +8,7 @@ from typing import Any
 
 from orch.comm.all_to_all import METHODS
 from orch.comm.counts import check_count
-from orch.comm.topology import Topology
+from orch.comm.topology import Topology, check_topology_kind
 from orch.config import BALANCE_MODES
 from orch.cost import CostModel
 from orch.tags import is_debugging
@@ -40,17 +40,20 @@ class Choices:
         """Refuses what makes no sense, once ranks know that they chose alike: one that raises alone leaves the others.
 
         Raises:
-            ValueError: If the way to balance or to exchange is unknown, `prefetch` is no count, or the topology has
-                another number of ranks.
+            ValueError: If the way to balance or to exchange is unknown, `prefetch` is no count, or the topology is
+                none or has another number of ranks.
         """
         if self.balance not in BALANCE_MODES:
             raise ValueError(f"`balance` must be one of {BALANCE_MODES}, but is {self.balance!r} instead.")
         if self.exchange not in EXCHANGE_METHODS:
             raise ValueError(f"`exchange` must be one of {EXCHANGE_METHODS}, but is {self.exchange!r} instead.")
         check_count("prefetch", self.prefetch, least=0)
-        if self.topology is not None and self.topology.num_ranks != num_ranks:
-            raise ValueError(f"`topology` must have {num_ranks} ranks, but has {self.topology.num_ranks} instead.")
+        if self.topology is not None:
+            check_topology_kind(self.topology)
+            if self.topology.num_ranks != num_ranks:
+                raise ValueError(f"`topology` must have {num_ranks} ranks, but has {self.topology.num_ranks} instead.")
 
     def by_name(self) -> dict[str, Any]:
-        """All of them, by name, as in a message."""
-        return {f"`{spec.name}`": getattr(self, spec.name) for spec in fields(self)}
+        """All of them, by name, as in a message: strings in quotes, so that "2" is not 2."""
+        values = {spec.name: getattr(self, spec.name) for spec in fields(self)}
+        return {f"`{name}`": repr(value) if isinstance(value, str) else value for name, value in values.items()}

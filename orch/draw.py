@@ -12,6 +12,7 @@ import torch
 from orch.lengths import ItemLengths, StepLengths
 from orch.loss import num_label_tokens
 from orch.stages import EncoderAdapter, Item, Sample
+from orch.unstaged import Unstaged
 from orch.wire import decode_record, encode_record
 
 _PART = "orch:part"
@@ -39,7 +40,10 @@ class DrawnSample:
 
 
 def draw_sample(
-    sample: Sample, adapters: Mapping[str, EncoderAdapter], placeholders: Mapping[str, Sequence[int]]
+    sample: Sample,
+    adapters: Mapping[str, EncoderAdapter],
+    placeholders: Mapping[str, Sequence[int]],
+    unstaged: Sequence[Unstaged] = (),
 ) -> DrawnSample:
     """Takes a sample apart.
 
@@ -47,14 +51,16 @@ def draw_sample(
         sample: A flat dict of tensors or arrays, numbers and strings, fully processed; needs `input_ids` and `labels`.
         adapters: The adapter of each stage.
         placeholders: Token ids that stand for the rows of each stage, where known.
+        unstaged: Encoders that are no stages, for which the sample must have nothing.
 
     Raises:
-        ValueError: If it is no such dict, or keys are missing or disagree, naming the sample.
+        ValueError: If it is no such dict, keys are missing or disagree, or it has something for an encoder that is no
+            stage; names the sample.
     """
     if not isinstance(sample, Mapping) or not all(isinstance(key, str) for key in sample):
         raise ValueError(
             f"A loader must yield lists of samples, dicts with names as keys, but one is {_shown(sample)} instead: "
-            "collated batches are not lists of samples."
+            "collated batches are not lists of samples; for a `DataLoader` use `collate_fn=list`."
         )
     try:
         ids, labels = _tokens(sample, "input_ids"), _tokens(sample, "labels")
@@ -64,6 +70,8 @@ def draw_sample(
             raise ValueError(
                 "`attention_mask` must be all ones, as samples come without padding, but has zeros instead."
             )
+        for encoder in unstaged:
+            encoder.check(sample, ids.long())
         sample = {**sample, **_widened({"input_ids": ids, "labels": labels})}
         split = {name: adapter.split(sample) for name, adapter in adapters.items()}
         media = frozenset[str]().union(*(adapter.keys for adapter in adapters.values()))

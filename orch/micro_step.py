@@ -21,8 +21,8 @@ from orch.comm.liveness import Liveness
 from orch.loss import token_loss_sum
 from orch.stages import Item, Stage, stages_in
 from orch.tags import Tags
+from orch.watch import BATCH_KEY, Watch
 
-BATCH_KEY = "orch"
 _MARK = "_orch_hooks"
 _MAX_NAMED, _MAX_NAME = 8, 60
 
@@ -38,6 +38,7 @@ class StageBatch:
         parts: The LLM-side tensors of the items that this rank's LLM batch holds.
         part_rows: Rows of each of these items.
         moves: Whether any row of any rank changes rank.
+        num_items: Items of all ranks.
         tags: Ids that travel with the rows, in the debug mode.
         tags_of_gradients: And with their gradients.
     """
@@ -48,6 +49,7 @@ class StageBatch:
     parts: tuple[Item, ...]
     part_rows: tuple[int, ...]
     moves: bool = True
+    num_items: int = 0
     tags: Tags | None = None
     tags_of_gradients: Tags | None = None
 
@@ -128,6 +130,7 @@ class _ModelHooks:
 
     def __init__(self, model: nn.Module) -> None:
         self.stages = stages_in(model)
+        self.watch = Watch()
         self._micro_step: MicroStep | None = None
         self._labels: torch.Tensor | None = None
         self._waiting: list[tuple[Stage, nn.Module, tuple[torch.Tensor, ...], tuple[Item, ...]]] = []
@@ -135,6 +138,7 @@ class _ModelHooks:
     def before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         micro_step = kwargs.pop(BATCH_KEY, None)
         if micro_step is None:
+            self.watch.check_plain(kwargs.get("input_ids", args[0] if args else None))
             return args, kwargs
         if list(micro_step.stages) != list(self.stages):
             raise ValueError(
@@ -143,6 +147,7 @@ class _ModelHooks:
             )
         micro_step.entered.set()
         self._micro_step, self._labels = micro_step, kwargs.pop("labels", None)
+        self.watch.check_planned(self._labels)
         # Rows of one stage travel while the next one computes.
         batches = [(self.stages[name], batch) for name, batch in micro_step.stages.items()]
         started = [start_stage(stage, batch, micro_step) for stage, batch in batches]
@@ -233,10 +238,18 @@ def _guard_exchange(micro_step: MicroStep, stage: str, label: str) -> Iterator[N
 
 
 def describe_samples(samples: Sequence[Mapping[str, Any]]) -> str:
-    """The first few samples by their ids, for messages."""
-    names = [repr(sample.get("id", "(without an id)"))[:_MAX_NAME] for sample in samples[:_MAX_NAMED]]
-    more = f" and {len(samples) - _MAX_NAMED} more" if len(samples) > _MAX_NAMED else ""
-    return f"samples {', '.join(names)}{more}" if names else "no samples"
+    """The first few samples by their ids, or how many there are, for messages."""
+    names = [repr(sample["id"])[:_MAX_NAME] for sample in samples if "id" in sample][:_MAX_NAMED]
+    if not names:
+        return f"{len(samples)} samples (give them an `id`)" if samples else "no samples"
+    more = f" and {len(samples) - len(names)} more" if len(samples) > len(names) else ""
+    return f"samples {', '.join(names)}{more}"
+
+
+def watch_of(model: nn.Module) -> Watch:
+    """What watches the calls of a model that has the hooks."""
+    hooks: _ModelHooks = model.__dict__[_MARK]
+    return hooks.watch
 
 
 def instrument_model(model: nn.Module) -> None:

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from orch.assign import Assigner, Assignment
+from orch.comm.counts import check_kind
 from orch.comm.layout import Layout, Rearrangement
-from orch.comm.topology import IntArray, Topology
+from orch.comm.topology import IntArray, Topology, check_topology_kind
 from orch.config import BALANCE_MODES, BalanceConfig, StageConfig
 from orch.lengths import StepLengths
 from orch.memory import largest_batches, memory_caps
@@ -106,18 +107,22 @@ def plan_step(
     that, samples keep the micro-step they were drawn for; where this cannot either, everything stays as drawn.
 
     Args:
-        lengths: All samples and items of the step.
-        topology: Ranks and nodes.
-        config: How to balance; None is `BalanceConfig()`, every stage on its own.
+        lengths: All samples and items of the step (`orch.StepLengths`).
+        topology: Ranks and nodes (`orch.Topology`).
+        config: How to balance (`orch.BalanceConfig`); None is `BalanceConfig()`, every stage on its own.
         peaks: Tokens of the largest batch as drawn in earlier steps, by stage name and "llm"; the same on all ranks.
 
     Returns:
         The plan, with a filler for each rank that would have no sample in a micro-step.
 
     Raises:
-        ValueError: If there is no sample, a rank is beyond the topology, or a stage's `max_tokens` cannot be kept.
+        ValueError: If an argument is of another class, there is no sample, a rank is beyond the topology, or a stage's
+            `max_tokens` cannot be kept.
     """
-    config = config or BalanceConfig()
+    check_kind("lengths", lengths, StepLengths, "orch.StepLengths(home, micro_step, llm_length, ...)")
+    check_topology_kind(topology)
+    config = BalanceConfig() if config is None else config
+    check_kind("config", config, BalanceConfig, 'orch.BalanceConfig(mode="pre")')
     if not lengths.num_samples:
         raise ValueError("`lengths` must hold at least one sample, but holds none instead.")
     for name, ranks in (("home", lengths.home), ("group_rank", lengths.group_rank)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import deque
@@ -36,7 +37,6 @@ from orch.setup import Setup
 from orch.tags import Tags
 
 Groups = Iterator[Sequence[dict[str, Any]]]
-_NO_GROUP: Any = object()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,7 +79,7 @@ class StepProducer:
         setup: What the run fixed once.
         report: Where figures go.
         begin: The first step's number, and the peaks so far, which are raised step by step, the same on all ranks.
-        is_closing: Whether the consumer has stopped; asked before each step, and all ranks end when one says so.
+        is_closing: Whether the consumer has stopped; asked before each step is planned; all ranks end when one does.
         num_ahead: Batches that lie ready before the consumer takes them.
 
     Attributes:
@@ -102,9 +102,10 @@ class StepProducer:
     def __iter__(self) -> Iterator[Ready]:
         step = self.begin.step
         while True:
-            closing = self._is_closing()
             self._setup.liveness.note("draw", step=step)
-            draw = self._nothing() if closing else self._draw()
+            # Closing or not: the round that another rank draws from begins once all have taken the one before.
+            draw = self._draw()
+            closing = self._is_closing()
             lengths = self._gather_lengths(draw, closing, step)
             if lengths is None:
                 return
@@ -128,21 +129,37 @@ class StepProducer:
     def _draw(self) -> _Draw:
         """What is at hand for up to K micro-steps, taken apart and measured.
 
-        Notes where the loader stands behind each, since it is in the next epoch once it was asked for more than it has.
+        Where that fails the rest is taken all the same, as it is on the other ranks.
         """
-        adapters, placeholders = self._setup.adapters, self._setup.placeholders
+        setup, adapters = self._setup, self._setup.adapters
         taken: list[list[DrawnSample]] = []
         ranks: list[int] = []
+        groups = self._next_groups()
         try:
-            while len(taken) < self._setup.accumulate and (group := next(self._groups, _NO_GROUP)) is not _NO_GROUP:
+            for group in groups:
                 if not isinstance(group, Collection):
-                    raise ValueError(f"A loader must yield lists of samples, but yields {group!r} instead.")
-                taken.append([draw_sample(sample, adapters, placeholders) for sample in group])
-                ranks += getattr(group, "ranks", [self._setup.rank] * len(group))
-                self._drawn_to = ResumePoint.of(self._loader, self.begin.step, self._peaks)
+                    raise ValueError(
+                        f"A loader must yield lists of samples, but yields {group!r} instead: "
+                        "for a `DataLoader` use `collate_fn=list`."
+                    )
+                taken.append([draw_sample(s, adapters, setup.placeholders, setup.unstaged) for s in group])
+                if setup.unused_keys is not None:
+                    setup.unused_keys.note(key for sample in group for key in sample)
+                ranks += getattr(group, "ranks", [setup.rank] * len(group))
             return _Draw([sample for group in taken for sample in group], measure(taken, self._names, ranks))
         except Exception as error:
+            with contextlib.suppress(Exception):
+                deque(groups, maxlen=0)
             return self._nothing(error)
+
+    def _next_groups(self) -> Iterator[Any]:
+        """The loader's next groups, up to K.
+
+        Notes where the loader stands behind each, since it is in the next epoch once it was asked for more than it has.
+        """
+        for _, group in zip(range(self._setup.accumulate), self._groups, strict=False):
+            self._drawn_to = ResumePoint.of(self._loader, self.begin.step, self._peaks)
+            yield group
 
     def _nothing(self, error: BaseException | None = None) -> _Draw:
         return _Draw([], measure([], self._names, []), error)

@@ -27,9 +27,11 @@ from orch.config import BalanceConfig, StageConfig
 from orch.cost import CostModel, PackedCost, PaddedCost
 from orch.cost_fit import transformer_flops
 from orch.engine import EngineInfo, read_engine
-from orch.micro_step import instrument_model
+from orch.micro_step import instrument_model, watch_of
 from orch.prepare import Collate
 from orch.stages import EncoderAdapter, Stage, stages_in
+from orch.unstaged import Unstaged, unstaged_encoders
+from orch.unused_keys import UnusedKeys
 
 _ENCODER_CONFIGS = ("vision_config", "audio_config")  # of a model's configuration
 
@@ -48,6 +50,9 @@ class Setup:
         accumulate: K, groups drawn for each optimizer step.
         collate: Samples and parts to the arguments of the model.
         placeholders: Token ids that stand for rows of each stage, where known.
+        unstaged: Encoders with a known adapter that are no stages; none with a collator of one's own, which may feed
+            them.
+        unused_keys: Names keys that nothing takes; None with a `collate_fn` of the script's own.
         integers: CPU group for lengths; the background thread's own.
         parcels: The same for raw items, with the groups of its hops where they may travel node-wise.
         rows: Group for encoder outputs, with those of its hops; the training thread's own.
@@ -64,6 +69,8 @@ class Setup:
     accumulate: int
     collate: Collate
     placeholders: Mapping[str, Sequence[int]]
+    unstaged: Sequence[Unstaged]
+    unused_keys: UnusedKeys | None
     integers: dist.ProcessGroup | None
     parcels: Group
     rows: Group
@@ -117,6 +124,7 @@ def make_setup(
     for stage in stages.values():
         stage.bind(model.config)
     instrument_model(model)
+    watch_of(model).watch_engine(engine)
     backbone = importlib.import_module("orch.encoders.backbone")
     liveness = _heartbeat(timeout_s)
     with liveness.guard("set up"):
@@ -129,6 +137,7 @@ def make_setup(
         parcels = _with_hops(integers, topology, choices.exchange, timeout_s)
         rows = _with_hops(_rows_group(info.group, timeout_s), topology, choices.exchange, timeout_s)
     liveness.pause()  # a rank whose loader is never iterated may leave
+    placeholders = {name: backbone.placeholder_ids(model, stage.adapter) for name, stage in stages.items()}
     return Setup(
         choices=choices,
         engine=info,
@@ -138,7 +147,9 @@ def make_setup(
         config=_balance_config(model, stages, choices, backbone),
         accumulate=_accumulate(info, choices.accumulate),
         collate=collate_fn or backbone.collator_for(model, choices.layout),
-        placeholders={name: backbone.placeholder_ids(model, stage.adapter) for name, stage in stages.items()},
+        placeholders=placeholders,
+        unstaged=() if collate_fn else unstaged_encoders(model, stages, placeholders),
+        unused_keys=UnusedKeys(chain(*(stage.adapter.keys for stage in stages.values()))) if not collate_fn else None,
         integers=integers,
         parcels=parcels,
         rows=rows,
@@ -148,9 +159,12 @@ def make_setup(
 
 
 def _heartbeat(timeout_s: float) -> Liveness:
-    """One heartbeat for each process, whatever the number of loaders: the first one's limits hold."""
-    if not _heartbeats:
-        _heartbeats.append(_start_heartbeat(timeout_s))
+    """One heartbeat for each process, whatever the number of loaders: the first one's limits hold.
+
+    One that began before there were other ranks has nobody to tell, and gives way.
+    """
+    if not _heartbeats or (_heartbeats[0].board is None and get_world_size() > 1):
+        _heartbeats[:] = [_start_heartbeat(timeout_s)]
     return _heartbeats[0]
 
 

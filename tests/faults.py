@@ -83,6 +83,7 @@ def train(
     liveness=QUICK,
     skipping=(),
     ranks_per_node=None,
+    accumulate=None,
     **options,
 ):
     """Trains, but for one batch on the ranks `skipping`; node-wise where there are nodes.
@@ -99,8 +100,8 @@ def train(
         options["worker_init_fn"] = _note_worker(folder)
     loader = odb.ODBDataLoader(dataset or Samples(), **options)
     nodes = {} if ranks_per_node is None else {"topology": Topology(dist.get_world_size(), ranks_per_node)}
-    exchange = "node_wise" if nodes else "auto"
-    batches = orch.orchestrate(loader, ddp, timeout_s=timeout_s, collate_fn=collate_fn, exchange=exchange, **nodes)
+    choices = {"exchange": "node_wise" if nodes else "auto", "accumulate": accumulate, **nodes}
+    batches = orch.orchestrate(loader, ddp, timeout_s=timeout_s, collate_fn=collate_fn, **choices)
     step = 0
     for step, batch in enumerate(batches):
         if strike is not None and dist.get_rank() == BLAMED and step == STEP:

@@ -45,7 +45,8 @@ MAY_IMPORT = {
     "orch.encoders": {"orch.encoders", "orch.comm"},
     "orch": {"orch", "orch.comm"},
 }
-LAZY_ENCODERS = {"orch.stages", "orch.setup", "orch.calibration"}  # look up by class, inside a function
+# Those that look up by class, inside a function.
+LAZY_ENCODERS = {"orch.stages", "orch.unstaged", "orch.setup", "orch.calibration"}
 _IMPORTERS = ("import_module", "__import__")
 HEAVY = ("torch", "transformers", "deepspeed")
 

@@ -204,8 +204,10 @@ def _failing_collate(samples, parts):
     return collator_for(small_model(torch.float32, staged=False), "packed")(samples, parts)
 
 
-def test_a_sample_that_breaks_the_contract_is_named_on_every_rank():
-    failed, others = outcomes_of(dataset=Unplaced())
+@pytest.mark.parametrize("accumulate", [1, 6])
+def test_a_sample_that_breaks_the_contract_is_named_on_every_rank(accumulate):
+    """In the midst of a step too, of which the other ranks take the rest."""
+    failed, others = outcomes_of(dataset=Unplaced(), accumulate=accumulate)
     for outcome in (failed, *others):
         assert "Rank 1 failed" in outcome.traceback
         assert "Sample 's41': `input_ids` must hold a placeholder for each" in outcome.traceback

@@ -131,5 +131,5 @@ def test_refuses_what_is_no_vector_of_integers(values):
 
 
 def test_refuses_a_timeout_of_zero():
-    with pytest.raises(ValueError, match="`timeout_s` must be above 0, but is 0 instead"):
+    with pytest.raises(ValueError, match="`timeout_s` must be a number of seconds above 0, .* but is 0 instead"):
         new_cpu_group(timeout_s=0)

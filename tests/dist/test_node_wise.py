@@ -55,6 +55,7 @@ def test_rows_and_gradients_equal_those_of_one_process(topology):
             (result.pow(3) * weights[arrived]).sum().backward()
             assert torch.equal(rows.grad, (3 * whole.pow(2) * weights)[mine])
         destroy_group(group)
+        assert dist.get_rank(group.whole) == rank  # still there, as it was not made with the hops
 
     run_ranks(fn, topology.num_ranks)
 

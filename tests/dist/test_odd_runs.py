@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import pytest
@@ -111,7 +112,33 @@ def test_ranks_that_all_skip_the_same_batches_go_on():
         losses = [model(**batch).loss.item() for number, batch in enumerate(loader) if number not in (0, 3)]
         return len(losses)
 
+    alone = small_model(torch.float32)  # a heartbeat that began before there were ranks is none for them
+    orch.orchestrate([[make_sample(alone.config, 0)]], alone, topology=Topology(1))
     assert run_ranks(run, 2, timeout_s=60) == [6, 6]
+
+
+def test_calls_that_would_train_wrongly_under_ddp_are_told():
+    """Rank 1 has no picture, and is told of a lost plan like rank 0, which has."""
+
+    def run():
+        model, rank = small_model(torch.float32), dist.get_rank()
+        engine = torch.nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+        groups = [[make_sample(model.config, 10 * i + rank, grids=[(4, 4)] * (1 - rank))] for i in range(4)]
+        loader = iter(orch.orchestrate(groups, engine, balance="none", topology=Topology(2), timeout_s=20))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            engine(**next(loader)).loss.backward()
+        batch = next(loader)
+        with pytest.warns(UserWarning, match="not the DistributedDataParallel around it"):
+            model(**batch).loss.backward()
+        batch = next(loader)
+        with torch.no_grad():
+            model(**batch)
+        batch = next(loader)
+        with pytest.raises(ValueError, match="`orch` must be among the arguments of the model, since the batch of step 3"):
+            engine(input_ids=batch["input_ids"], labels=batch["labels"])
+
+    run_ranks(run, 2, timeout_s=60)
 
 
 @pytest.mark.parametrize("coefficient", [0.0, 100.0])
@@ -315,6 +342,12 @@ def test_a_list_of_tokens_is_refused_by_name():
         ({"balance": "pst"}, "`balance` must be one of"),
         ({"exchange": "flt"}, "`exchange` must be one of"),
         ({"topology": Topology(3)}, "`topology` must have 1 ranks, but has 3 instead"),
+        ({"topology": "x"}, "`topology` must be an `orch.Topology`, such as .*, but is 'x' instead"),
+        ({"slack": True}, "`slack` must be a number from 0 to 1, but is True instead"),
+        *(
+            ({"timeout_s": value}, f"`timeout_s` must be a number of seconds above 0, at most .* but is {value!r} instead")
+            for value in (float("inf"), 1e10, "5", None, 0, True)
+        ),
         ({"prefetch": -1}, "`prefetch` must be a whole number of at least 0, but is -1 instead"),
         ({"prefetch": 1.5}, "`prefetch` must be a whole number of at least 0, but is 1.5 instead"),
         ({"prefetch": True}, "`prefetch` must be a whole number of at least 0, but is True instead"),
@@ -367,6 +400,29 @@ def test_an_iteration_is_not_disturbed_by_the_one_before(num_ranks):
 def test_a_model_without_stages_is_told_of_its_encoders():
     with pytest.warns(UserWarning, match="No encoder of the model is a stage"):
         orch.orchestrate([], small_model(torch.float32, staged=False), topology=Topology(1))
+
+
+def test_steps_of_an_epoch_are_numbered_from_0_whatever_was_resumed_before():
+    model = small_model(torch.float32)
+    samples = [make_sample(model.config, i) for i in range(9)]
+
+    def make():
+        return orch.orchestrate(odb.ODBDataLoader(samples, token_budget=24, layout="packed"), model, topology=Topology(1))
+
+    def steps(loader):
+        return [batch["orch"].step for batch in loader]
+
+    saving, ended, left = make(), make(), make()
+    states = [saving.state_dict() for _ in saving]
+    ended.load_state_dict(states[-1])
+    every = list(range(len(states)))
+    assert (steps(ended), steps(ended)) == ([], every)
+    left.load_state_dict(states[0])
+    left.set_epoch(0)
+    assert left.state_dict() == states[0]
+    left.set_epoch(5)
+    assert left.state_dict()["step"] == 0
+    assert steps(left) == every
 
 
 @pytest.mark.parametrize("num_batches", [2, 99])

@@ -16,6 +16,12 @@ KINDS = ({}, {"grids": [(4, 8)]}, {"frames": [30]}, {"grids": [(2, 6), (2, 2)], 
 CASES = [("packed", 0, 1), ("packed", 2, 2), ("padded", 0, 2), ("padded", 2, 1)]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _imported():
+    """Forked ranks start quickly if the model's modules are here already."""
+    small_model(torch.float32)
+
+
 def collect(samples):
     return {"samples": samples}
 
@@ -183,6 +189,28 @@ def test_an_epoch_set_after_an_early_stop_is_what_the_state_says_though_a_rank_i
         return found
 
     assert run_ranks(run, 2) == [[(0, 1, 0)] * 2] * 2
+
+
+@pytest.mark.parametrize("grouping", ["global", "local"])
+def test_ranks_may_leave_an_epoch_one_after_the_other(grouping):
+    """Who leaves later still draws ahead, from rounds for which the loader needs the other."""
+
+    def run():
+        model, begun = small_model(torch.float32), []
+        left, resumed = (
+            orchestrated(make_loader(model.config, 40, grouping=grouping, buffer_size=4), model, accumulate=2, prefetch=2)
+            for _ in range(2)
+        )
+        for batch in left:
+            begun.append([sample["id"] for sample in batch["orch"].samples])
+            if len(begun) == 2:
+                time.sleep(0.4 * dist.get_rank())
+                break
+        resumed.load_state_dict(left.state_dict())
+        return begun + trained_groups(resumed), trained_groups(left)
+
+    for epoch_of_rank in zip(*run_ranks(run, 2), strict=True):
+        check_once(epoch_of_rank, 40)
 
 
 def test_local_groups_stay_where_they_were_formed():

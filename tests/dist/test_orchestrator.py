@@ -277,11 +277,18 @@ def _one_stage(monkeypatch):
 
 def _small_model_of_one_stage(dtype):
     model = small_model_of_two_stages(dtype, staged=False)
-    orch.stage(model.model.visual, "vision")
+    orch.stage(model.model.audio_tower, "audio")  # what it freezes DDP would find to differ, if it were the other
     return model
 
 
 small_model_of_two_stages = small_model
+
+
+class Wordless:
+    def __repr__(self):
+        raise ArithmeticError
+
+
 DIFFERENT = {
     "balance": lambda monkeypatch: {"balance": "none"},
     "token cap": lambda monkeypatch: {"max_tokens": 500},
@@ -294,6 +301,11 @@ DIFFERENT = {
     "unknown exchange": lambda monkeypatch: {"exchange": "flt"},
     "topology of other ranks": lambda monkeypatch: {"topology": Topology(3)},
     "prefetch": lambda monkeypatch: {"prefetch": -1},
+    "string of a number": lambda monkeypatch: {"prefetch": "1"},
+    "float of a number": lambda monkeypatch: {"prefetch": 1.0},
+    "string of nothing": lambda monkeypatch: {"dispatcher": "None"},
+    "no words": lambda monkeypatch: {"costs": {"llm": Wordless()}},
+    "too long a number": lambda monkeypatch: {"max_tokens": 10**5000},
 }
 
 
@@ -315,8 +327,11 @@ def test_ranks_that_are_set_up_differently_are_told_so():
     assert first == second
     assert "but `max_tokens` is None on rank 0 and 500 on rank 1 instead." in first["token cap"]
     assert re.search(r"but the version of orch is \S+ on rank 0 and 0.0.9 on rank 1 instead", first["code version"])
-    assert " on rank 0 and {'vision': 'QwenOmniVisionAdapter'} on rank 1 instead." in first["number of stages"]
+    assert " on rank 0 and {'audio': 'QwenOmniAudioAdapter'} on rank 1 instead." in first["number of stages"]
     assert "but the adapter of each stage is {" in first["number of stages"]
+    assert "but `prefetch` is 1 on rank 0 and '1' on rank 1 instead." in first["string of a number"]
+    assert "but `prefetch` is 1 on rank 0 and 1.0 on rank 1 instead." in first["float of a number"]
+    assert "{'llm': Wordless without words (ArithmeticError)} on rank 1" in first["no words"]
 
 
 def test_a_rank_that_stops_alone_ends_the_others_with_its_name():

@@ -99,7 +99,20 @@ def test_the_length_of_a_loader_is_near_before_and_exact_after_an_epoch() -> Non
         ({"join_mode": "no"}, "`join` must be True or False, but is 'no'"),
         ({"shuffle": "no"}, "`shuffle` must be True or False, but is 'no'"),
         ({"mixes_lengths": "no"}, "`mixes_lengths` must be True or False, but is 'no'"),
-        ({"buffer_size": 0}, "num_samples"),
+        ({"shuffle": np.array([1, 2])}, "`shuffle` must be True or False, but is array"),
+        ({"buffer_size": 0}, "`buffer_size` must be a whole number of at least 1, but is 0"),
+        ({"buffer_bytes": 0}, "`buffer_bytes` must be a whole number of at least 1, but is 0"),
+        ({"num_workers": True}, "`num_workers` must be a whole number of at least 0, but is True"),
+        ({"prefetch_factor": -1}, "`prefetch_factor` must be a whole number of at least 1, but is -1"),
+        ({"prefetch_factor": 2.5}, "`prefetch_factor` must be a whole number of at least 1, but is 2.5"),
+        ({"seed": -1}, "`seed` must be a whole number from 0 to 9223372036854775807, but is -1"),
+        ({"seed": 2**63}, "`seed` must be a whole number from 0 to 9223372036854775807, but is 9223372036854775808"),
+        ({"seed": None}, "`seed` must be a whole number from 0 to 9223372036854775807, but is None"),
+        (
+            {"group": torch.distributed.GroupMember.NON_GROUP_MEMBER},
+            "`group` must hold rank 0, which calls this, but is",
+        ),
+        ({"group": "dp"}, r"`group` must be a process group or one axis of a mesh, .* but is 'dp' instead"),
         ({"batch_size": 4}, "batch_size"),
         ({"drop_last": True}, "drop_last"),
         ({"grouping": "none"}, "grouping"),
@@ -119,6 +132,17 @@ def test_the_length_of_a_loader_is_near_before_and_exact_after_an_epoch() -> Non
 def test_arguments_that_make_no_sense_are_refused(arguments: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         odb.ODBDataLoader(Tokens(10), **{"token_budget": 100, **arguments})
+
+
+def test_numpy_integers_choose_seed_and_epoch() -> None:
+    loaders = [odb.ODBDataLoader(Tokens(10), token_budget=100, shuffle=True, seed=kind(7)) for kind in (int, np.int32)]
+    for loader, epoch in zip(loaders, (2, np.int64(2)), strict=True):
+        with pytest.raises(ValueError, match=r"`epoch` must be a whole number from 0 to .* but is 1.5 instead"):
+            loader.set_epoch(1.5)  # type: ignore[arg-type]
+        loader.set_epoch(epoch)
+    first, second = (json.dumps(loader.state_dict()) for loader in loaders)
+    assert first == second
+    assert read_groups(loaders[0]) == read_groups(loaders[1])
 
 
 @pytest.mark.parametrize("indices", [np.arange(9), torch.arange(9)])
