@@ -16,8 +16,10 @@ import numpy.typing as npt
 from orch.comm.topology import IntArray
 from orch.cost import sum_by_bin
 from orch.dispatch.bounds import least_load
+from orch.dispatch.fullest_first import Effort, fullest_first
 from orch.dispatch.level import Level
 from orch.dispatch.polish import Limits, polish
+from orch.dispatch.prices import Prices
 from orch.dispatch.problem import DispatchProblem
 from orch.dispatch.side_by_side import SideBySide
 
@@ -29,10 +31,13 @@ _MARGIN = 1 << 14  # and by this share of all costs
 _PROBES = 10  # of the target in between
 _ENOUGH = 108  # loads of up to 1/108 (0.93 %) above the bound will do where better ones make more cross
 _ROOM = 220  # nodes filled to 1/220 above the bound can spread large items over their bins more easily
-_FEW_ITEMS = 16  # of a bin
+_FEW_ITEMS = 16  # of a bin;
+_NEAR = 216  # where they are that few, loads come down to 1/216 (0.46 %) above the bound, whatever crosses
 _PATIENCE = 6
-_MANY_ITEMS = 1 << 15
-_CLOSE = 11  # with more, loads within 2^-11 (0.05 %) of what is wanted will do
+_LAST_PATIENCE = 24
+_SPENDING = Effort(leaving=64, returning=1024, work=1 << 21)
+_CLOSE = 1 << 45  # of N items, loads within N^2 / 2^45 of what is wanted will do,
+_LEAST_CLOSE = 1 << 11  # but no more than 2^-11 (0.05 %)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,7 +66,7 @@ class Aims:
         bounds = [least_load(costs, problems[0].num_bins) for costs in sides.costs_of_each()]
         bound = np.array(bounds, dtype=np.int64)
         slack = np.array([each.slack_of(least) for least, each in zip(bounds, problems, strict=True)], dtype=np.int64)
-        close = bound >> _CLOSE if len(sides.costs) > _MANY_ITEMS else np.zeros_like(bound)
+        close = bound // max(_LEAST_CLOSE, _CLOSE // max(1, len(sides.costs)) ** 2)
         return cls(
             bound=bound,
             least=bound + (bound // _ROOM if roomy else slack // 2),
@@ -111,10 +116,21 @@ class BetweenNodes:
             node, load = np.where(wrong[self.sides.problem], found, node), np.where(wrong, tried, load)
             wrong &= (over > 0) & ~few
             if not wrong.any():
-                return node, load
+                return self._spend(node, load, most - needs.moved(node)), load
             limit = np.where(wrong, limit - (_STEP << number) * over - needs.total // _MARGIN, limit)
         least = self._filled_to(aims.most, level=False)
         return np.where(wrong[self.sides.problem], least, node), np.where(wrong, aims.most, load)
+
+    def _spend(self, node: IntArray, load: IntArray, spare: IntArray) -> IntArray:
+        """Brings nodes that are still too full down by moves and swaps for which up to `spare` costs cross."""
+        costs, level = self.sides.costs, self.level
+        crossing = Prices(level.place, level.other, np.zeros_like(costs), costs, rate=1.0)
+        scope = level.parent_of_place
+        return fullest_first(costs, node, self._goal(load), scope, crossing, np.maximum(spare, 0), _SPENDING)
+
+    def _goal(self, load: IntArray) -> IntArray:
+        """What nodes come down to that are filled to the load (int64[problems]) of a bin: int64[nodes]."""
+        return self.level.filled(np.maximum(load + self.aims.close, self.aims.wanted))
 
     def _hold_few(self) -> npt.NDArray[np.bool_]:
         """Of which problems the bins hold few items each, one of which is more than may cross: bool[problems]."""
@@ -126,13 +142,14 @@ class BetweenNodes:
         node = self.level.settle(self.sides.costs, self.level.filled(load))
         if not level:
             return node
-        goal = self.level.filled(np.maximum(load + self.aims.close, self.aims.wanted))
-        return self.level.draw_level(self.sides.costs, node, goal)
+        return self.level.draw_level(self.sides.costs, node, self._goal(load))
 
-    def swap_between_bins(self, bins: IntArray) -> IntArray:
-        """Brings bins that hold few items down to what is wanted by moves and swaps between nodes too.
+    def bring_down(self, bins: IntArray) -> IntArray:
+        """Brings bins down by moves and swaps between nodes too, those first that take little.
 
-        It is enough that no move or swap takes more than moving the difference of its two bins usually takes.
+        All bins come down to what will do. Those that hold few items come nearer to the bound: to what is wanted, as
+        far as no move or swap takes more than moving the difference of its two bins usually takes, and at any price
+        to 1/216 above the bound.
 
         Args:
             bins: int64[N], the layout to start from.
@@ -140,14 +157,15 @@ class BetweenNodes:
         Returns:
             int64[N].
         """
-        sides, problem_of_bin = self.sides, self.sides.problem_of_bin
-        few = self._hold_few()
-        if not few.any():
+        aims, costs, scope, few = self.aims, self.sides.costs, self.sides.problem_of_bin, self._hold_few()
+        wanted = np.where(few, aims.wanted, aims.enough)[scope]
+        if not (sum_by_bin(costs, bins, len(scope)) > wanted).any():
             return bins
-        goal = np.where(few, self.aims.wanted, int(sides.costs.sum()))[problem_of_bin]
-        prices = self.level.prices(sides.costs, sides.node_of_bin)
-        limits = Limits(goal, problem_of_bin, problem_of_bin, patience=_PATIENCE, prices=prices)
-        return polish(sides.costs, bins, len(goal), limits)
+        prices = self.level.prices(costs, self.sides.node_of_bin)
+        bins = polish(costs, bins, len(scope), Limits(wanted, scope, scope, patience=_PATIENCE, prices=prices))
+        near = np.maximum(aims.wanted, np.minimum(aims.enough, aims.bound + aims.bound // _NEAR))
+        bins = fullest_first(costs, bins, np.where(few, near, aims.enough)[scope], scope, prices)
+        return polish(costs, bins, len(scope), Limits(aims.enough[scope], scope, scope, patience=_LAST_PATIENCE))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -14,6 +14,7 @@ from orch.cost import sum_by_bin
 from orch.dispatch.bounds import least_load
 from orch.dispatch.deal import deal, fold
 from orch.dispatch.fit import fit
+from orch.dispatch.fullest_first import fullest_first
 from orch.dispatch.polish import Limits, polish
 from orch.dispatch.problem import DispatchProblem
 
@@ -46,9 +47,10 @@ def dispatch_greedy(problem: DispatchProblem) -> IntArray:
     near = bound >> _CLOSE if len(costs) > _MANY_ITEMS else 0
     limits = Limits(bound + max(near, problem.slack_of(bound)), patience=_PATIENCE)
     items = np.flatnonzero(costs)
-    best, least = problem.home, _EXPENSIVE
+    best, least, one = problem.home, _EXPENSIVE, np.zeros(problem.num_bins, dtype=np.int64)
     starts = [_longest_first, _folded]
-    starts += [_fitted] * (len(items) <= _FEW_A_BIN * problem.num_bins) + [_as_drawn] * few
+    few_a_bin = len(items) <= _FEW_A_BIN * problem.num_bins
+    starts += [_fitted] * few_a_bin + [_as_drawn] * few
     for start in starts if len(items) else ():
         if least > limits.goal:
             bin_of_item = problem.home.copy()
@@ -57,6 +59,9 @@ def dispatch_greedy(problem: DispatchProblem) -> IntArray:
             largest = int(sum_by_bin(costs, bin_of_item, problem.num_bins).max())
             if largest < least:
                 best, least = bin_of_item, largest
+    if few_a_bin and least > limits.goal:
+        best = fullest_first(costs, best, one + limits.goal, one)
+        least = int(sum_by_bin(costs, best, problem.num_bins).max())
     if limits.goal < least <= limits.goal + (limits.goal >> _NEAR):
         best = polish(costs, best, problem.num_bins, replace(limits, patience=_PATIENCE_NEAR))
     return best.copy()

@@ -17,7 +17,7 @@ from orch.dispatch.substitute import substitute
 from orch.dispatch.surplus import pick_surplus
 
 _UNPLACED = -1
-_STAYING = 64  # of the items that stay in a place so many, or twice as many, may be swapped for some that move,
+_STAYING = 512  # of the items that stay in a place so many, or twice as many, may be swapped for some that move,
 _STAYING_IN_ALL = 1 << 14  # but of all places no more than these
 _RATED = 4096  # of so many items the median price of a cost is taken
 _PATIENCE = 6

@@ -29,7 +29,7 @@ from orch.dispatch.problem import DispatchProblem
 from orch.dispatch.side_by_side import SideBySide
 
 _TOLERANCE = 64  # where the target is missed, dealing all anew must gain 1/64 (1.6 %) to be worth the bytes
-_PATIENCE = 6  # of the polish within nodes
+_PATIENCE = 12  # of the polish within nodes
 
 
 def dispatch_local(problem: DispatchProblem) -> IntArray:
@@ -84,9 +84,9 @@ def _deal(problems: Sequence[DispatchProblem], *, roomy: bool) -> tuple[list[Int
         return sides.bins_of_each(bins), np.zeros(len(problems), dtype=np.int64)
     if (aims.wanted < aims.enough).any():
         bins = _level_within_nodes(sides, bins, aims.wanted)
-    bins = _bring_down(sides, bins, aims.enough[sides.problem_of_bin])
+    bins = _bring_down_within_nodes(sides, bins, aims.enough[sides.problem_of_bin])
     if between:
-        bins = between.swap_between_bins(bins)
+        bins = between.bring_down(bins)
     loads = sum_by_bin(sides.costs, bins, len(sides.problem_of_bin))
     return sides.bins_of_each(bins), _max_by_group(loads, sides.problem_of_bin) - aims.enough
 
@@ -127,17 +127,14 @@ def _level_within_nodes(sides: SideBySide, bins: IntArray, goal: IntArray) -> In
     return polish(sides.costs, bins, len(nodes), limits)
 
 
-def _bring_down(sides: SideBySide, bins: IntArray, goal: IntArray) -> IntArray:
-    """Brings what is still above the goal (int64[bins]) down to it, within nodes as far as that goes."""
-    costs, nodes, problems = sides.costs, sides.node_of_bin, sides.problem_of_bin
-    within_nodes = Limits(goal, group=nodes, scope=problems, patience=1, progress=0.2)
+def _bring_down_within_nodes(sides: SideBySide, bins: IntArray, goal: IntArray) -> IntArray:
+    """Brings what is still above the goal (int64[bins]) down to it, as far as that goes within nodes."""
+    costs, nodes = sides.costs, sides.node_of_bin
+    within_nodes = Limits(goal, group=nodes, scope=sides.problem_of_bin, patience=1, progress=0.2)
     bins = polish(costs, bins, len(nodes), within_nodes)
     if not (sum_by_bin(costs, bins, len(nodes)) > goal).any():
         return bins
-    bins = polish(costs, _deal_hard_nodes_anew(costs, bins, nodes, goal), len(nodes), within_nodes)
-    if nodes[-1] == problems[-1]:  # one node
-        return bins
-    return polish(costs, bins, len(nodes), Limits(goal, group=problems, scope=problems, patience=24))
+    return polish(costs, _deal_hard_nodes_anew(costs, bins, nodes, goal), len(nodes), within_nodes)
 
 
 def _deal_hard_nodes_anew(costs: IntArray, bins: IntArray, node_of_bin: IntArray, goal: IntArray) -> IntArray:

@@ -387,7 +387,7 @@ def test_fit_packs_few_items_a_bin_where_dealing_cannot():
 
 def test_greedy_looks_again_where_next_to_nothing_is_missing(monkeypatch):
     def missing(seed):
-        lengths = np.random.default_rng(seed).lognormal(7, 0.6, 8 * 64).astype(np.int64) + 100
+        lengths = np.random.default_rng(seed).lognormal(7, 0.6, 13 * 64).astype(np.int64) + 100
         problem = DispatchProblem(lengths, np.arange(len(lengths)) % 64, Topology(64, 8), PackedCost())
         return problem.largest_load(DISPATCHERS["greedy"](problem))
 
