@@ -41,7 +41,7 @@ def fullest_first(
     scope: IntArray,
     prices: Prices | None = None,
     spare: IntArray | None = None,
-    effort: Effort = Effort(),  # noqa: B008
+    effort: Effort = Effort(),
 ) -> IntArray:
     """Brings bins down to their goal, the fullest of a scope first.
 
