@@ -158,13 +158,16 @@ class BetweenNodes:
             int64[N].
         """
         aims, costs, scope, few = self.aims, self.sides.costs, self.sides.problem_of_bin, self._hold_few()
-        wanted = np.where(few, aims.wanted, aims.enough)[scope]
-        if not (sum_by_bin(costs, bins, len(scope)) > wanted).any():
+        near = np.maximum(aims.wanted, np.minimum(aims.enough, aims.bound + aims.bound // _NEAR))
+        near = np.where(few, near, aims.enough)
+        wanted = np.where(few, aims.wanted, aims.enough)
+        if not (sum_by_bin(costs, bins, len(scope)) > wanted[scope]).any():
             return bins
         prices = self.level.prices(costs, self.sides.node_of_bin)
-        bins = polish(costs, bins, len(scope), Limits(wanted, scope, scope, patience=_PATIENCE, prices=prices))
-        near = np.maximum(aims.wanted, np.minimum(aims.enough, aims.bound + aims.bound // _NEAR))
-        bins = fullest_first(costs, bins, np.where(few, near, aims.enough)[scope], scope, prices)
+        if (wanted < near).any():
+            limits = Limits(wanted[scope], scope, scope, patience=_PATIENCE, prices=prices)
+            bins = polish(costs, bins, len(scope), limits)
+        bins = fullest_first(costs, bins, near[scope], scope, prices)
         return polish(costs, bins, len(scope), Limits(aims.enough[scope], scope, scope, patience=_LAST_PATIENCE))
 
 
