@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from numbers import Integral, Real
 
 import numpy as np
@@ -33,6 +34,12 @@ def check_flag(name: str, value: object) -> None:
     """Raises a `ValueError` that names the value, if it is anything but yes (True, 1) or no (False, 0, None)."""
     if value is not None and not (isinstance(value, (Integral, np.bool_)) and value in (False, True)):
         raise ValueError(f"`{name}` must be True or False, but is {value!r} instead.")
+
+
+def check_state(state: object) -> None:
+    """Raises a `ValueError`, unless it is what `state_dict` gives."""
+    if not isinstance(state, Mapping):
+        raise ValueError(f"A state must be what `state_dict` gave, a dict, but is {type(state).__name__} instead.")
 
 
 def check_kind(name: str, value: object, kind: type, example: str) -> None:

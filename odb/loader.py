@@ -15,9 +15,9 @@ import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from orch.comm.counts import check_seed
+from orch.comm.counts import check_seconds, check_seed
 from orch.comm.groups import group_of_axis
-from orch.comm.topology import Topology
+from orch.comm.topology import Topology, check_topology_kind
 from orch.odb.alike import once_alike, settings_of
 from orch.odb.batches import BatchBuilder, Delivery, SampleBuilder
 from orch.odb.budget import BatchLayout, TokenBudget
@@ -136,9 +136,13 @@ class ODBDataLoader:
         **dataloader_kwargs: Any,
     ) -> None:
         flags = {"shuffle": shuffle, "mixes_lengths": mixes_lengths, "shard_stream": shard_stream}
+        flags["pin_memory"] = pin_memory
         num_workers = dataloader_kwargs.get("num_workers", 0)
         counts = seed, num_workers, prefetch_factor
         check_arguments(grouping, accumulation_steps, max_length, over_length, batch_size, drop_last, *counts, **flags)
+        check_seconds("lost_after_s", lost_after_s)
+        if topology is not None:
+            check_topology_kind(topology)
         current = {"token_budget": token_budget, "loss_scaling": loss_scaling, "join": join, "buffer_size": buffer_size}
         named = take_older_names(dataloader_kwargs, inspect.signature(ODBDataLoader).parameters, **current)
         self.budget, self.grouping = TokenBudget(named["token_budget"], layout, max_samples), grouping

@@ -112,7 +112,8 @@ def check_arguments(
         check_flag(name, value)
     if over_length not in ("drop", "raise"):
         raise ValueError(f"`over_length` must be 'drop' or 'raise', but is {over_length!r} instead.")
-    if batch_size not in (None, 1):
-        raise ValueError(f"`batch_size` must be 1 or None, since the budget decides, but is {batch_size} instead.")
+    if batch_size not in (None, 1) or isinstance(batch_size, bool):
+        raise ValueError(f"`batch_size` must be 1 or None, since the budget decides, but is {batch_size!r} instead.")
+    check_flag("drop_last", drop_last)
     if drop_last:
         raise ValueError("`drop_last` must be False (see `join`), but is True instead.")

@@ -110,7 +110,7 @@ def join_peers(
     if (rank, num_ranks) not in (known, (0, 1)):
         raise ValueError(
             f"`rank` and `world_size` must be those of `group`, {known[0]} of {known[1]}, or 0 of 1, "
-            f"but are {rank} of {num_ranks} instead."
+            f"but are {rank!r} of {num_ranks!r} instead."
         )
     if num_ranks == 1:
         return Peers(rank, num_ranks)

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from orch.comm.counts import check_state
+
 STATE_VERSION = 2
 Ranks = tuple[tuple[int, ...], ...]
 
@@ -75,6 +77,7 @@ class RoundRecord:
         Raises:
             ValueError: If the state was saved by another rank, on another number of ranks, or over other data.
         """
+        check_state(state)
         for name, value in {"version": STATE_VERSION, **fingerprint}.items():
             if state.get(name) != value:
                 raise ValueError(

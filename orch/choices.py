@@ -11,6 +11,7 @@ from orch.comm.counts import check_count
 from orch.comm.topology import Topology, check_topology_kind
 from orch.config import BALANCE_MODES
 from orch.cost import CostModel
+from orch.dispatch import DISPATCHERS
 from orch.tags import is_debugging
 
 EXCHANGE_METHODS = ("auto", *METHODS)
@@ -40,13 +41,18 @@ class Choices:
         """Refuses what makes no sense, once ranks know that they chose alike: one that raises alone leaves the others.
 
         Raises:
-            ValueError: If the way to balance or to exchange is unknown, `prefetch` is no count, or the topology is
-                none or has another number of ranks.
+            ValueError: If the way to balance, to deal or to exchange is unknown, a cost is none, `prefetch` is no
+                count, or the topology is none or has another number of ranks.
         """
         if self.balance not in BALANCE_MODES:
             raise ValueError(f"`balance` must be one of {BALANCE_MODES}, but is {self.balance!r} instead.")
         if self.exchange not in EXCHANGE_METHODS:
             raise ValueError(f"`exchange` must be one of {EXCHANGE_METHODS}, but is {self.exchange!r} instead.")
+        if self.dispatcher is not None and self.dispatcher not in tuple(DISPATCHERS):
+            raise ValueError(f"`dispatcher` must be one of {sorted(DISPATCHERS)}, but is {self.dispatcher!r} instead.")
+        costs = self.costs if isinstance(self.costs, Mapping) else {} if self.costs is None else {"": self.costs}
+        if wrong := [cost for cost in costs.values() if not (cost is None or isinstance(cost, CostModel))]:
+            raise ValueError(f"`costs` must be cost models by name of a stage or 'llm', but has {wrong[0]!r} instead.")
         check_count("prefetch", self.prefetch, least=0)
         if self.topology is not None:
             check_topology_kind(self.topology)

@@ -20,6 +20,7 @@ _REFERENCE_COST = 1 << 44
 _LARGEST_TOTAL = float(1 << 62)
 
 
+@runtime_checkable
 class CostModel(Protocol):
     """What dispatchers and metrics ask of a cost model."""
 

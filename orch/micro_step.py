@@ -138,7 +138,7 @@ class _ModelHooks:
     def before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         micro_step = kwargs.pop(BATCH_KEY, None)
         if micro_step is None:
-            self.watch.check_plain(kwargs.get("input_ids", args[0] if args else None))
+            self.watch.check_plain(kwargs.get("input_ids", args[0] if args else None), kwargs.get("labels"))
             return args, kwargs
         if list(micro_step.stages) != list(self.stages):
             raise ValueError(

@@ -66,7 +66,14 @@ class OrchestratedLoader:
     def __iter__(self) -> Iterator[dict[str, Any]]:
         self._end_former_iteration()
         closing = threading.Event()
-        producer = StepProducer(self.loader, self.setup, self.report, self._begin, closing.is_set, self._prefetch)
+        producer = StepProducer(
+            self.loader,
+            self.setup,
+            self.report,
+            self._begin,
+            lambda: ahead.num_taken if closing.is_set() else None,
+            self._prefetch,
+        )
         ahead = self._ahead = Prefetcher(producer, self._prefetch, closing, self._check_wait)
         self._begin = replace(self._begin, step=0)  # of the next iteration, also if this one has no batch
         self.micro_step, self._reached, is_in_use = None, producer.begin, False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import sys
 import threading
@@ -29,12 +30,15 @@ class Prefetcher(Generic[T]):
         depth: Results held ready, besides the one that the thread is working on; 0 for no thread: `next` does the work.
         closing: Set by `close`.
         on_wait: Called every half second while `next` waits; raises to end the wait.
+
+    Attributes:
+        num_taken: Results that `next` has given.
     """
 
     def __init__(
         self, source: Iterable[T], depth: int, closing: threading.Event, on_wait: Callable[[float], None]
     ) -> None:
-        self._on_wait, self._closing = on_wait, closing
+        self._on_wait, self._closing, self.num_taken = on_wait, closing, 0
         self._ready: queue.Queue[T | _End] = queue.Queue(maxsize=depth)
         self._direct: Iterator[T] | None = None
         self._thread: threading.Thread | None = None
@@ -58,6 +62,7 @@ class Prefetcher(Generic[T]):
         """
         result = self._next_result()
         if not isinstance(result, _End):
+            self.num_taken += result is not None
             return result
         if result.error is not None:
             raise result.error
@@ -76,13 +81,22 @@ class Prefetcher(Generic[T]):
         raise RuntimeError(_CLOSED)
 
     def close(self, timeout_s: float) -> bool:
-        """Waits for the thread to end; whether it did. While the interpreter ends no thread runs: it does not wait."""
+        """Waits for the thread to end; whether it did. While the interpreter ends no thread runs: it does not wait.
+
+        Without one, a thread lets the iterable come to its end, which other ranks may wait for.
+        """
         self._closing.set()
-        self._direct = None
+        if sys.is_finalizing():
+            return self._thread is None or not self._thread.is_alive()
+        if self._direct is not None:
+            ending = threading.Thread(target=self._run, args=(self._direct,), daemon=True, name="orch-close")
+            self._direct = None
+            with contextlib.suppress(RuntimeError):  # as the interpreter begins to end
+                ending.start()
+                self._thread = ending
         if self._thread is None:
             return True
-        if not sys.is_finalizing():
-            self._thread.join(timeout_s)
+        self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def _run(self, source: Iterable[T]) -> None:

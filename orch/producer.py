@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -34,8 +33,10 @@ from orch.prepare import (
 from orch.report import Report
 from orch.resume import ResumePoint
 from orch.setup import Setup
+from orch.skips import Skips, skipped_apart
 from orch.tags import Tags
 
+_GOES_ON, _HAS_TAKEN_ALL, _LEAVES_SOME = range(3)
 Groups = Iterator[Sequence[dict[str, Any]]]
 
 
@@ -79,7 +80,8 @@ class StepProducer:
         setup: What the run fixed once.
         report: Where figures go.
         begin: The first step's number, and the peaks so far, which are raised step by step, the same on all ranks.
-        is_closing: Whether the consumer has stopped; asked before each step is planned; all ranks end when one does.
+        left: Asked before each step is planned: how many batches the consumer had taken when it left; None as long as
+            it has not. All ranks end when one has left.
         num_ahead: Batches that lie ready before the consumer takes them.
 
     Attributes:
@@ -87,17 +89,19 @@ class StepProducer:
     """
 
     def __init__(
-        self, loader: Any, setup: Setup, report: Report, begin: ResumePoint, is_closing: Callable[[], bool],
-        num_ahead: int,
+        self, loader: Any, setup: Setup, report: Report, begin: ResumePoint,
+        left: Callable[[], int | None], num_ahead: int,
     ) -> None:  # fmt: skip
-        self._loader, self._setup, self._report, self._is_closing = loader, setup, report, is_closing
-        self._groups = _groups_of(loader, setup.topology.num_ranks)
-        self._peaks = dict(begin.peaks)
-        self.begin = self._drawn_to = ResumePoint.of(loader, begin.step, self._peaks)
-        self._names, self._num_ahead = list(setup.stages), num_ahead
+        self._loader, self._setup, self._report, self._left = loader, setup, report, left
+        self._peaks, self.begin = dict(begin.peaks), begin
+        try:
+            self._groups = _groups_of(loader, setup.topology.num_ranks)
+            self.begin = ResumePoint.of(loader, begin.step, self._peaks)
+        except Exception as error:  # told when lengths are gathered, as what fails later
+            self._groups = _failing(error)
+        self._drawn_to, self._names = self.begin, list(setup.stages)
         self._agreed = setup.fingerprint()
-        self._handed_over: deque[threading.Event] = deque()
-        self._num_skipped = 0
+        self._skips, self._num_produced = Skips(num_ahead + 1 + setup.accumulate), 0
 
     def __iter__(self) -> Iterator[Ready]:
         step = self.begin.step
@@ -105,8 +109,7 @@ class StepProducer:
             self._setup.liveness.note("draw", step=step)
             # Closing or not: the round that another rank draws from begins once all have taken the one before.
             draw = self._draw()
-            closing = self._is_closing()
-            lengths = self._gather_lengths(draw, closing, step)
+            lengths = self._gather_lengths(draw, self._left(), step)
             if lengths is None:
                 return
             if not lengths.num_samples:  # every rank's groups of this step are empty
@@ -118,7 +121,8 @@ class StepProducer:
             resume = replace(self._drawn_to, step=step + 1, peaks=dict(self._peaks))
             for index, part in enumerate(plan.micro_steps):
                 batch, micro_step = self._prepare(draw.samples, lengths, part, step, index)
-                self._handed_over.append(micro_step.entered)
+                self._skips.hand_over(micro_step.entered)
+                self._num_produced += 1
                 yield Ready(batch, micro_step, metrics, resume)
             step += 1
 
@@ -164,29 +168,34 @@ class StepProducer:
     def _nothing(self, error: BaseException | None = None) -> _Draw:
         return _Draw([], measure([], self._names, []), error)
 
-    def _gather_lengths(self, draw: _Draw, closing: bool, step: int) -> StepLengths | None:
-        """Everyone's lengths; None once no rank has a sample left, or once one has stopped.
+    def _gather_lengths(self, draw: _Draw, left: int | None, step: int) -> StepLengths | None:
+        """Everyone's lengths; None once no rank has a sample left, or once this one has stopped.
 
         A rank that was told by its loader of another's failure leaves it to that one to say so.
         """
         start = time.perf_counter()
-        own = np.array([self._agreed, closing, self._count_skipped(), step], dtype=np.int64)
+        leaving = _GOES_ON if left is None else _HAS_TAKEN_ALL if left == self._num_produced else _LEAVES_SOME
+        own = np.array([self._agreed, leaving, step, *self._skips.told()], dtype=np.int64)
         vector = np.concatenate([own, pack_lengths(draw.lengths)])
         vectors = self._together(draw.status, draw.error, vector, "lengths", step)
         if draw.error is not None:
             raise draw.error
         self._report.gather_ms.append(1e3 * (time.perf_counter() - start))
         self._check_setups([int(v[0]) for v in vectors])
-        _check_steps([int(v[3]) for v in vectors])
-        self._check_skipped([int(v[2]) for v in vectors], step)
-        stopped = [rank for rank, v in enumerate(vectors) if v[1]]
-        if stopped and not closing:
+        _check_steps([int(v[2]) for v in vectors])
+        lengths = merge_lengths([v[5:] for v in vectors], self._names)
+        # At the end, a rank that has taken all batches has left as others come there by themselves.
+        at_most = _GOES_ON if lengths.num_micro_steps else _HAS_TAKEN_ALL
+        stopped = [rank for rank, v in enumerate(vectors) if v[1] > at_most]
+        if leaving or not (stopped or lengths.num_micro_steps):
+            return None
+        if stopped:
             raise RuntimeError(
                 f"Ranks {stopped} stopped iterating before step {step}, rank {self._setup.rank} did not: "
                 "all ranks must leave the loop after the same batch."
             )
-        lengths = merge_lengths([v[4:] for v in vectors], self._names)
-        return lengths if lengths.num_micro_steps and not stopped else None
+        self._check_skips([(int(v[3]), int(v[4])) for v in vectors], step)
+        return lengths
 
     def _plan(self, lengths: StepLengths, step: int) -> StepPlan:
         """The plan of the step; the same on every rank, which is checked before data moves."""
@@ -275,18 +284,12 @@ class StepProducer:
         except RankFailedError as failed:
             raise failed from error
 
-    def _count_skipped(self) -> int:
-        """Batches on which the model was not run, of those that the consumer must be done with by now."""
-        while len(self._handed_over) > self._num_ahead + 1:
-            self._num_skipped += not self._handed_over.popleft().is_set()
-        return self._num_skipped
-
-    def _check_skipped(self, num_skipped: list[int], step: int) -> None:
-        """Ranks that skip different batches train on different ones from then on."""
-        if len(set(num_skipped)) > 1:
+    def _check_skips(self, told: list[tuple[int, int]], step: int) -> None:
+        num_skipped = skipped_apart(told)
+        if num_skipped is not None:
             raise RuntimeError(
-                f"Before step {step}, ranks did not run the model on {num_skipped} of their batches: all must skip a "
-                f"batch, or none (rank {self._setup.rank} skipped {num_skipped[self._setup.rank]})."
+                f"Before step {step}, ranks did not run the model on {num_skipped} of their batches: all must skip the "
+                f"same, or none (rank {self._setup.rank} skipped {num_skipped[self._setup.rank]})."
             )
 
     def _check_setups(self, fingerprints: list[int]) -> None:
@@ -313,3 +316,8 @@ def _groups_of(loader: Any, num_ranks: int) -> Groups:
         return iter(loader)
     is_global = getattr(loader, "grouping", "local") == "global" and loader.peers.num_ranks == num_ranks > 1
     return iter(loader.groups("global") if is_global else loader.groups())
+
+
+def _failing(error: Exception) -> Groups:
+    raise error
+    yield

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from orch.comm.counts import check_state
+
 STATE_VERSION = 1
 
 
@@ -53,6 +55,9 @@ class ResumePoint:
         Raises:
             ValueError: If it is not such a state.
         """
+        check_state(state)
         if state.get("version") != STATE_VERSION:
             raise ValueError(f"`version` of a state must be {STATE_VERSION}, but is {state.get('version')!r} instead.")
+        if missing := sorted({"step", "peaks", "loader"} - set(state)):
+            raise ValueError(f"A state must have {missing}, but has {sorted(state)} instead.")
         return cls(int(state["step"]), {name: int(peak) for name, peak in state["peaks"].items()}, state["loader"])

@@ -41,9 +41,11 @@ class Unstaged:
         num_tokens = int(torch.isin(ids, torch.tensor(self.tokens)).sum()) if self.tokens else 0
         if held or num_tokens:
             what = " and ".join(held) or f"{num_tokens} placeholders in `input_ids`"
+            otherwise = "; if it takes no part, leave them out of the samples" if held else ""
             raise ValueError(
                 f"{what} must have a stage that takes them, but `model.{self.path}` ({self.kind}) is no stage instead: "
-                f'call `orch.stage(model.{self.path}, "{self.name}")` before an engine wraps the model.'
+                f'call `orch.stage(model.{self.path}, "{self.name}")` before an engine wraps the model'
+                f"{otherwise}."
             )
 
 

@@ -24,7 +24,7 @@ class Watch:
     """
 
     def __init__(self) -> None:
-        self._awaited: tuple[torch.Tensor, str] | None = None
+        self._awaited: tuple[dict[str, torch.Tensor], str] | None = None
         self._is_wrapped = self._in_engine = False
         self._told: set[str] = set()
 
@@ -32,20 +32,25 @@ class Watch:
         """Notes which batch is to be run on next, if it has items, which would be lost with its plan."""
         micro_step: MicroStep = batch[BATCH_KEY]
         stages = [name for name, of_stage in micro_step.stages.items() if of_stage.num_items]
-        is_known = bool(stages) and isinstance(batch.get("input_ids"), torch.Tensor)
+        known = {key: batch[key] for key in ("input_ids", "labels") if isinstance(batch.get(key), torch.Tensor)}
         what = f"step {micro_step.step} has items of the stages {stages}"
-        self._awaited = (batch["input_ids"], what) if is_known else None
+        self._awaited = (known, what) if stages else None
 
-    def check_plain(self, input_ids: Any) -> None:
+    def check_plain(self, input_ids: Any, labels: Any) -> None:
         """Checks a call without a plan. On other tokens it is legal, and where no gradient is wanted.
+
+        Args:
+            input_ids: Tokens that the model was called with; None where it was given their embeddings,
+            labels: and the labels.
 
         Raises:
             ValueError: If it is on the batch that is to be run on next.
         """
-        if self._awaited is None or not torch.is_grad_enabled() or not isinstance(input_ids, torch.Tensor):
+        if self._awaited is None or not torch.is_grad_enabled():
             return
         awaited, what = self._awaited
-        if input_ids.shape == awaited.shape and torch.equal(input_ids.to(awaited), awaited):
+        key, given = ("labels", labels) if input_ids is None else ("input_ids", input_ids)
+        if key in awaited and _are_equal(given, awaited[key]):
             raise ValueError(
                 f"`{BATCH_KEY}` must be among the arguments of the model, since the batch of {what}, but is missing "
                 f"instead: pass the whole batch, whose key `{BATCH_KEY}` carries the plan."
@@ -85,3 +90,9 @@ class Watch:
         if message not in self._told:
             self._told.add(message)
             warnings.warn(message, stacklevel=3)
+
+
+def _are_equal(given: Any, awaited: torch.Tensor) -> bool:
+    if not isinstance(given, torch.Tensor) or given.shape != awaited.shape:
+        return False
+    return torch.equal(given.to(awaited), awaited)

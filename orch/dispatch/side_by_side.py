@@ -11,6 +11,8 @@ import numpy as np
 from orch.comm.topology import IntArray
 from orch.dispatch.problem import DispatchProblem
 
+_MOST_BITS = 62
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SideBySide:
@@ -46,8 +48,9 @@ class SideBySide:
         first_bin = problem * num_bins
         problem_of_bin = np.repeat(np.arange(len(problems)), num_bins)
         node_of_bin = np.tile(np.repeat(topology.node_of_rank, problems[0].bins_per_rank), len(problems))
+        most_bins = int(np.bincount(node_of_bin).max())
         return cls(
-            costs=_joined([each.item_costs("local") for each in problems]),
+            costs=_with_room(_joined([each.item_costs("local") for each in problems]), most_bins),
             home=_joined([each.home for each in problems]) + first_bin,
             target=_joined([each.home if each.target is None else each.target for each in problems]) + first_bin,
             raw=_joined([each.lengths if each.move_bytes is None else each.move_bytes for each in problems]),
@@ -74,6 +77,12 @@ class SideBySide:
 
 def _joined(arrays: Sequence[IntArray]) -> IntArray:
     return np.concatenate(arrays) if len(arrays) > 1 else arrays[0]
+
+
+def _with_room(costs: IntArray, num_bins: int) -> IntArray:
+    """The costs, or in coarser units, such that twice the largest fits into 62 bits for each of the bins of a node."""
+    shift = max(0, int(costs.max(initial=0)).bit_length() + num_bins.bit_length() + 1 - _MOST_BITS)
+    return -(-costs >> shift) if shift else costs
 
 
 def _output_of(problem: DispatchProblem) -> IntArray:

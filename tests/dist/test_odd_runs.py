@@ -87,6 +87,96 @@ def test_a_rank_that_skips_its_first_batch_alone_is_found(prefetch):
         )
 
 
+@pytest.mark.parametrize(("prefetch", "looks_ahead", "accumulate"), [(1, 1, 1), (0, 1, 1), (2, 3, 2)])
+def test_a_loop_that_looks_ahead_and_a_rank_that_is_late_have_skipped_nothing(prefetch, looks_ahead, accumulate):
+    """Without buffers to broadcast, nothing holds the ranks of DDP in step but gradients."""
+
+    def run():
+        model, rank = small_model(torch.float32), dist.get_rank()
+        engine = torch.nn.parallel.DistributedDataParallel(
+            model, find_unused_parameters=True, broadcast_buffers=False
+        )
+        samples = [[make_sample(model.config, 10 * i + rank)] for i in range(8)]
+        options = {"prefetch": prefetch, "accumulate": accumulate, "topology": Topology(2), "timeout_s": 30}
+        loader = iter(orch.orchestrate(samples, engine, **options))
+        held, num_run = list(itertools.islice(loader, looks_ahead)), 0
+        while held:
+            held += itertools.islice(loader, 1)
+            time.sleep(0.1 * rank)
+            engine(**held.pop(0)).loss.backward()
+            num_run += 1
+        return num_run
+
+    assert run_ranks(run, 2, timeout_s=60) == [8, 8]
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+def test_to_break_after_the_last_batch_is_to_come_to_the_end(prefetch):
+    def run():
+        model, rank, num_run = small_model(torch.float32), dist.get_rank(), []
+        samples = [[make_sample(model.config, 10 * i + rank)] for i in range(4)]
+        loader = orch.orchestrate(samples, model, topology=Topology(2), prefetch=prefetch, timeout_s=20)
+        for _ in range(2):
+            num_run.append(0)
+            for batch in loader:
+                model(**batch).loss.backward()
+                num_run[-1] += 1
+                if rank == 0 and num_run[-1] == 4:
+                    break
+        return num_run
+
+    assert run_ranks(run, 2, timeout_s=60) == [[4, 4], [4, 4]]
+
+
+@pytest.mark.parametrize(("prefetch", "accumulate"), [(0, 1), (0, 3), (1, 3)])
+@pytest.mark.parametrize("way", ["break", "raise"])
+def test_a_rank_that_leaves_alone_is_named_soon_wherever_it_stands(prefetch, accumulate, way):
+    """In the midst of a step too, and where no thread prepares."""
+
+    def run():
+        model, rank = small_model(torch.float32), dist.get_rank()
+        samples = [[make_sample(model.config, 10 * i + rank)] for i in range(9)]
+        loader = orch.orchestrate(
+            samples, model, topology=Topology(2), prefetch=prefetch, accumulate=accumulate, timeout_s=40
+        )
+        start = time.monotonic()
+        try:
+            for number, batch in enumerate(loader):
+                if rank == 0 and number == 4:
+                    if way == "break":
+                        break
+                    raise OSError("disk")
+                model(**batch).loss.backward()
+        except OSError:
+            return "left"
+        except RuntimeError as error:
+            assert time.monotonic() - start < 20
+            return str(error)
+        return "left"
+
+    left, told = run_ranks(run, 2, timeout_s=60)
+    assert left == "left"
+    assert told.startswith("Ranks [0] stopped iterating before step")
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_a_loader_that_cannot_begin_on_one_rank_ends_all_with_its_reason(prefetch):
+    class Groups:
+        def __iter__(self):
+            if dist.get_rank() == 0:
+                raise OSError("no such shard")
+            return iter([[make_sample(small_model(torch.float32).config, i)] for i in range(3)])
+
+    def run():
+        model = small_model(torch.float32)
+        loader = orch.orchestrate(Groups(), model, topology=Topology(2), prefetch=prefetch, timeout_s=20)
+        with pytest.raises(RankFailedError, match="Rank 0 failed: OSError: no such shard"):
+            list(loader)
+        return True
+
+    assert run_ranks(run, 2, timeout_s=60) == [True, True]
+
+
 def test_slack_keeps_samples_where_they_are():
     def run():
         model, rank = small_model(torch.float32), dist.get_rank()

@@ -294,3 +294,17 @@ def test_padded_batches_stay_within_their_node():
     assert not crossing(problem, bins).any()
     best = problem.largest_load(DISPATCHERS["binary_search"](problem))
     assert best <= problem.largest_load(bins) < 1.5 * best < problem.largest_load(problem.home)
+
+
+@pytest.mark.parametrize("bits", [40, 55, 58, 61])
+@pytest.mark.parametrize("bins_per_rank", [1, 4])
+def test_a_giant_leaves_room_in_62_bits_for_all_bins_of_its_node(bits, bins_per_rank):
+    rng, topology = np.random.default_rng(0), Topology(32, 4)
+    lengths = rng.integers(1, 1000, 300)
+    lengths[0] = 1 << bits
+    home = np.sort(rng.integers(0, 32 * bins_per_rank, 300))
+    problem = DispatchProblem(lengths, home, topology, PackedCost(), bins_per_rank=bins_per_rank)
+    bins = DISPATCHERS["local"](problem)
+    assert problem.largest_load(bins) == 1 << bits
+    assert (bins != home).mean() < 0.05
+    assert crossing(problem, bins).sum() <= 1

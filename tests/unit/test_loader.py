@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from orch import odb
+from orch.resume import ResumePoint
 from tests.dist.test_odb import Tokens, read_groups, sample_ids
 
 
@@ -114,7 +115,14 @@ def test_the_length_of_a_loader_is_near_before_and_exact_after_an_epoch() -> Non
         ),
         ({"group": "dp"}, r"`group` must be a process group or one axis of a mesh, .* but is 'dp' instead"),
         ({"batch_size": 4}, "batch_size"),
+        ({"batch_size": True}, "`batch_size` must be 1 or None, since the budget decides, but is True"),
         ({"drop_last": True}, "drop_last"),
+        ({"drop_last": "no"}, "`drop_last` must be True or False, but is 'no'"),
+        ({"pin_memory": "yes"}, "`pin_memory` must be True or False, but is 'yes'"),
+        ({"lost_after_s": "3"}, "`lost_after_s` must be a number of seconds above 0, at most 1e.09, but is '3'"),
+        ({"lost_after_s": -1}, "`lost_after_s` must be a number of seconds above 0, at most 1e.09, but is -1"),
+        ({"topology": 2}, "`topology` must be an `orch.Topology`, such as .* but is 2 instead"),
+        ({"rank": "0", "world_size": "1"}, "must be those of `group`, 0 of 1, or 0 of 1, but are '0' of '1' instead"),
         ({"grouping": "none"}, "grouping"),
         ({"loss_scaling": "mean"}, "loss_scaling"),
         ({"rank": 1}, "together"),
@@ -271,3 +279,13 @@ def test_an_iterator_that_has_ended_or_is_given_up_stays_quiet() -> None:
         break
     assert sorted(i for group in read_groups(loader) for i in group) == sorted(all_ids)
     assert next(ended, None) is next(closed, None) is None
+
+
+@pytest.mark.parametrize("state", [None, [], "x"])
+def test_what_is_no_state_is_refused(state: Any) -> None:
+    with pytest.raises(ValueError, match=r"A state must be what `state_dict` gave, a dict, but is (NoneType|list|str)"):
+        odb.ODBDataLoader(Tokens(4), token_budget=9).load_state_dict(state)
+    with pytest.raises(ValueError, match=r"A state must be what `state_dict` gave, a dict, but is (NoneType|list|str)"):
+        ResumePoint.from_dict(state)
+    with pytest.raises(ValueError, match=r"A state must have \['loader', 'peaks'\], but has \['step', 'version'\]"):
+        ResumePoint.from_dict({"version": 1, "step": 3})

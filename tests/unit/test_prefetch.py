@@ -125,3 +125,23 @@ def test_without_depth_there_is_no_thread():
     assert [ahead.next(), source.num_begun, ahead.next(), source.num_begun] == [0, 1, 1, 2]
     with pytest.raises(ArithmeticError):
         ahead.next()
+
+
+def test_without_depth_closing_lets_the_source_come_to_its_end():
+    """Others may wait in a collective that this one is still to enter; it does not keep who closes waiting."""
+    entered, go_on, closing, said = threading.Event(), threading.Event(), threading.Event(), []
+
+    def source():
+        while not closing.is_set():
+            yield 0
+        entered.set()
+        go_on.wait(10)
+        said.append("end")
+
+    ahead = Prefetcher(source(), 0, closing, on_wait=lambda _: None)
+    assert ahead.next() == 0
+    assert not ahead.close(timeout_s=0.05)
+    assert entered.wait(10)
+    go_on.set()
+    assert ahead.close(timeout_s=5)
+    assert said == ["end"]

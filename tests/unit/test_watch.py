@@ -80,3 +80,10 @@ def test_a_forward_without_labels_is_told_once_that_its_loss_is_not_exact(model)
     batch = next(loader)
     del batch["labels"]
     model(**batch)
+
+
+def test_nor_is_it_with_embeddings_of_its_tokens(model):
+    batch = next(load(model, [3]))
+    embeddings = torch.zeros(*batch["input_ids"].shape, 4)
+    with pytest.raises(ValueError, match=r"`orch` must be among .* step 0 has items"):
+        model(inputs_embeds=embeddings, labels=batch["labels"])
