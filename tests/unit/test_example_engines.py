@@ -237,7 +237,11 @@ def test_a_checkpoint_goes_on_only_with_its_own_options(tmp_path):
         ("options.json", lambda text: "{}", "options.json must hold ['--accumulate', "),
         ("loader-0.json", lambda text: "", "loader-0.json must be what `--save` wrote, but cannot be read"),
         ("loader-0.json", lambda text: "[]", "loader-0.json must be what `--save` wrote for rank 0, but is not"),
-        ("loader-0.json", lambda text: text.replace("peaks", "peeks"), "but is not: ValueError: A state must have ['peaks']"),
+        (
+            "loader-0.json",
+            lambda text: text.replace("peaks", "peeks"),
+            "but is not: ValueError: A state must have ['peaks']",
+        ),
         ("loader-0.json", lambda text: text.replace('"rank": 0', '"rank": 1'), "`rank` of a saved state must be 0"),
     ],
 )
