@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from orch.comm.topology import IntArray
+from orch.dispatch.order import descending
 
 
 def least_load(costs: IntArray, num_bins: int) -> int:
@@ -22,7 +23,7 @@ def least_load(costs: IntArray, num_bins: int) -> int:
     bound = max(-(-int(costs.sum()) // num_bins), int(costs.max()))
     if len(costs) <= num_bins:
         return bound
-    falling = -np.sort(-costs)
+    falling = costs[descending(costs)]
     prefix = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(falling)])
     j = np.arange(1, (len(costs) - 1) // num_bins + 1)
     crowded = prefix[j * num_bins + 1] - prefix[j * num_bins - j]

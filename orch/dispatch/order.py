@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from orch.comm.topology import IntArray
 
-_SMALL = 256  # below this, one call is faster than cheap work in many
+_SMALL = 512  # below this, one call is faster than cheap work in many
 _DIGIT = 16  # bits that numpy sorts by radix
 _FEW_DIGITS = 2  # so many passes are faster than one sort of integers that hold the positions too
 _MOST_BITS = 63
