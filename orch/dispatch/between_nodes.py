@@ -2,8 +2,8 @@
 
 What must cross at a target load T is at least `sum over nodes of max(0, load of node - bins of node * T)`: the lower
 the target, the more. The one that is taken is the least for which no more than 1/200 of all costs cross beyond what
-must at 1.01 times the least possible load. Nodes then draw level, mostly
-by other items that cross instead, and at last by dear swaps, as long as something of that 1/200 is left.
+must at 1.01 times the least possible load. Nodes then draw level, mostly by other items that cross instead, and at last
+by dear swaps, as long as something of that 1/200 is left.
 
 Where bins hold few items this limits nothing, since so few cannot fill nodes to any load: bins are brought down by
 swaps between nodes, the cheapest first.
