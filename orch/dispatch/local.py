@@ -131,7 +131,7 @@ def _level_within_nodes(sides: SideBySide, bins: IntArray, goal: IntArray) -> In
 def _bring_down_within_nodes(sides: SideBySide, bins: IntArray, goal: IntArray) -> IntArray:
     """Brings what is still above the goal (int64[bins]) down to it, as far as that goes within nodes."""
     costs, nodes = sides.costs, sides.node_of_bin
-    within_nodes = Limits(goal, group=nodes, scope=sides.problem_of_bin, patience=1, progress=0.2)
+    within_nodes = Limits(goal, group=nodes, scope=sides.problem_of_bin, patience=1, progress=0.35)
     bins = polish(costs, bins, len(nodes), within_nodes)
     if not (sum_by_bin(costs, bins, len(nodes)) > goal).any():
         return bins

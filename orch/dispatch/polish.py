@@ -29,7 +29,7 @@ _WORK_OF_ROUND = 4000
 _STALE = 2  # rounds without progress, after which two swaps are made at once
 _MOST_TWICE = 16  # pairs in a round, the fullest ones first
 _FEW_BINS = 4  # with so many to pair with, each has its turn
-_LOW = 4  # the lowest fourth of what is above the goal waits
+_LOW = 8  # the lowest eighth of what is above the goal waits
 _EXACT = 1 << 49  # sums of so few costs below this are exact in float64
 
 
