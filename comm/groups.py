@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -16,6 +17,7 @@ from orch.comm.counts import check_seconds
 from orch.comm.topology import IntArray, Topology
 
 DEFAULT_TIMEOUT_S = 600.0
+_SETTLE_S = 0.05
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -122,7 +124,7 @@ def _subgroup(whole: ProcessGroup, ranks: IntArray, backend: str, timeout_s: flo
 
 def _timeout(timeout_s: float) -> timedelta:
     check_seconds("timeout_s", timeout_s)
-    return timedelta(seconds=timeout_s)
+    return timedelta(seconds=float(timeout_s))
 
 
 def is_distributed() -> bool:
@@ -196,3 +198,12 @@ def destroy_group(group: Group) -> None:
     for each in made:
         if is_distributed() and each not in (None, dist.group.WORLD):
             dist.destroy_process_group(each)
+
+
+def settle_before_exit() -> None:
+    """Lets gloo's threads drop the tensors of the last collective; to be called at exit.
+
+    They do so a moment after the collective has returned, and need the interpreter for it: if that is ending, the
+    process is aborted ("terminate called without an active exception").
+    """
+    time.sleep(_SETTLE_S)

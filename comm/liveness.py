@@ -20,7 +20,7 @@ from types import TracebackType
 import torch
 
 from orch.comm.gather import RankFailedError
-from orch.comm.groups import get_rank, get_world_size
+from orch.comm.groups import get_rank, get_world_size, settle_before_exit
 from orch.comm.heartbeats import Beat, Board, BoardLostError, Failure, LivenessConfig
 from orch.comm.lost_peers import PeerLostError, PeerWatch, first_line, is_of_a_collective, peer_lost_error
 
@@ -197,6 +197,7 @@ class Liveness:
 
     def _at_exit(self) -> None:
         self.stop(finished=self._idle)
+        settle_before_exit()
 
     def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if os.getpid() == self._pid and not self._stopped.is_set():

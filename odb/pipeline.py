@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from orch.comm.groups import settle_before_exit
+
 T = TypeVar("T")
 _POLL_S = 1.0
 _EXIT_S = 5.0
@@ -124,6 +126,9 @@ _running: weakref.WeakSet[Pipeline[Any]] = weakref.WeakSet()
 @atexit.register
 def _end_all() -> None:
     """Ends the threads before the interpreter does, which would abort one that is in the midst of native code."""
-    for pipeline in list(_running):
+    running = list(_running)
+    for pipeline in running:
         pipeline.close()
         pipeline.join(_EXIT_S)
+    if running:
+        settle_before_exit()

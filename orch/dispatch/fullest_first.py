@@ -26,7 +26,7 @@ class Effort:
     Attributes:
         leaving: Items of the fullest bin,
         returning: and of other bins for each of them; where there are more, others at each turn.
-        work: The budget of a scope, in pairs of items.
+        work: The budget of all scopes that are above their goal, in pairs of items; each has the same share.
     """
 
     leaving: int = 256
@@ -66,9 +66,10 @@ def fullest_first(
     search = _Search(costs, bins.copy(), excess, prices, effort)
     items = costs.nonzero()[0]
     scope_of_item = scope[bins[items]]
-    for number in np.unique(scope[excess > 0]).tolist():
-        inside = (scope == number).nonzero()[0]
-        search.bring_down(items[scope_of_item == number], inside, _NO_LIMIT if spare is None else int(spare[number]))
+    above = np.unique(scope[excess > 0]).tolist()
+    for number in above:
+        inside, most = (scope == number).nonzero()[0], _NO_LIMIT if spare is None else int(spare[number])
+        search.bring_down(items[scope_of_item == number], inside, most, effort.work // len(above))
     return search.bins
 
 
@@ -82,12 +83,12 @@ class _Search:
     prices: Prices | None
     effort: Effort
 
-    def bring_down(self, items: IntArray, inside: IntArray, spare: int) -> None:
+    def bring_down(self, items: IntArray, inside: IntArray, spare: int, most_work: int) -> None:
         """In one scope, of these items and bins."""
         stride = -(-len(items) // self.effort.returning)
         failed = np.zeros(len(self.excess), dtype=np.int64)  # turns of each bin since it last changed
         work, turn = 0, 0
-        while work < self.effort.work:
+        while work < most_work:
             full = int(inside[np.where(failed[inside] < stride, self.excess[inside], 0).argmax()])
             if failed[full] == stride or self.excess[full] <= 0:
                 return
