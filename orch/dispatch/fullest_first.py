@@ -87,6 +87,7 @@ class _Search:
         """In one scope, of these items and bins."""
         stride = -(-len(items) // self.effort.returning)
         failed = np.zeros(len(self.excess), dtype=np.int64)  # turns of each bin since it last changed
+        none = np.full(len(inside), _NONE)
         work, turn = 0, 0
         while work < most_work:
             full = int(inside[np.where(failed[inside] < stride, self.excess[inside], 0).argmax()])
@@ -95,7 +96,7 @@ class _Search:
             bins, some = self.bins[items], slice(turn % stride, None, stride)
             leaving = items[bins == full]
             leaving = leaving[:: -(-len(leaving) // self.effort.leaving)]
-            returning = np.concatenate([items[some], np.full(len(inside), _NONE)])
+            returning = np.concatenate([items[some], none])
             other = np.concatenate([bins[some], inside])  # the bin that it is in; for none, each bin
             step = self._cheapest(full, leaving, returning, other)
             work, turn = work + len(leaving) * len(returning) + _WORK_OF_STEP, turn + 1
@@ -109,11 +110,13 @@ class _Search:
     def _cheapest(self, full: int, leaving: IntArray, returning: IntArray, other: IntArray) -> _Step | None:
         """The step to make, of any of the items that leave the fullest bin for any that returns from another."""
         change = self.costs[leaving][:, None] - np.where(returning == _NONE, 0, self.costs[returning])
-        fuller = np.maximum(self.excess[full] - change, self.excess[other] + change)
+        fuller = self.excess[other] + change
+        np.subtract(self.excess[full], change, out=change)
+        np.maximum(fuller, change, out=fuller)
         least = int(fuller.min())
         if least >= self.excess[full]:
             return None
-        row, column = (fuller <= max(least, 0)).nonzero()
+        row, column = np.divmod((fuller <= max(least, 0)).ravel().nonzero()[0], len(returning))
         leaves, returns, to = leaving[row], returning[column], other[column]
         taken = self._taken(leaves, full, to) + np.where(returns == _NONE, 0, self._taken(returns, to, full))
         best = int(taken.argmin())

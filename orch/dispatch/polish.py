@@ -30,7 +30,7 @@ _STALE = 2  # rounds without progress, after which two swaps are made at once
 _MOST_TWICE = 16  # pairs in a round, the fullest ones first
 _FEW_BINS = 4  # with so many to pair with, each has its turn
 _LOW = 8  # the lowest eighth of what is above the goal waits
-_EXACT = 1 << 49  # sums of so few costs below this are exact in float64
+_EXACT, _EXACT_SINGLE = 1 << 49, 1 << 20  # sums of so few costs below these are exact in float64 and float32
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -293,16 +293,17 @@ class _State:
         items, pair = items[order], pair[order]
         present, row = np.unique(pair, return_inverse=True)
         slot = np.arange(len(items)) - run_starts(pair)
-        table = np.zeros((len(present), _FEW_ITEMS))  # float64: its matrix product is the fast one, and exact
+        # Floats: their matrix product is the fast one, and exact.
+        table = np.zeros((len(present), _FEW_ITEMS), np.float32 if self.costs[-1] < _EXACT_SINGLE else np.float64)
         table[row, slot] = self.costs[items]
-        sums = table @ _SUBSETS
-        total = table.sum(axis=1)
-        best = np.argmin(np.abs(2 * sums - total[:, None]), axis=1)
-        found, total = sums[np.arange(len(present)), best].astype(np.int64), total.astype(np.int64)
+        miss = table @ _SIDES.astype(table.dtype)
+        np.abs(miss, out=miss)
+        best = miss.argmin(axis=1)
+        total = table.sum(axis=1).astype(np.int64)
+        found = (table * _SIDES.T[best]).sum(axis=1).astype(np.int64) + total >> 1
         full, empty = pairs.full[present], pairs.empty[present]
         gains = np.maximum(found, total - found) < self.excess[full] + self.goal[full]
-        in_subset = _SUBSETS[slot, best[row]] == 1
-        to = np.where(in_subset, pairs.full[pair], pairs.empty[pair])
+        to = np.where(_SIDES[slot, best[row]] > 0, pairs.full[pair], pairs.empty[pair])
         self.bin_of_item[items[gains[row]]] = to[gains[row]]
         self.excess[full[gains]] = found[gains] - self.goal[full[gains]]
         self.excess[empty[gains]] = (total - found)[gains] - self.goal[empty[gains]]
@@ -319,13 +320,13 @@ def _by_price(more: IntArray | None, items: IntArray) -> list[IntArray | slice]:
     return [(sign == value).nonzero()[0] for value in (-1, 0, 1)]
 
 
-def _subsets() -> npt.NDArray[np.float64]:
-    """All subsets of `_FEW_ITEMS` items without the last one: [items, 2^(items - 1)], ones and zeros."""
+def _sides() -> npt.NDArray[np.float64]:
+    """All ways to split `_FEW_ITEMS` items, the last on the second side: [items, 2^(items - 1)], 1 and -1."""
     numbers = np.arange(1 << (_FEW_ITEMS - 1))
-    return ((numbers[None, :] >> np.arange(_FEW_ITEMS)[:, None]) & 1).astype(np.float64)
+    return ((numbers[None, :] >> np.arange(_FEW_ITEMS)[:, None] & 1) * 2 - 1).astype(np.float64)
 
 
-_SUBSETS = _subsets()
+_SIDES = _sides()
 
 
 def _miss(change: IntArray, gap: IntArray) -> IntArray:
