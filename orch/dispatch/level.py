@@ -50,21 +50,24 @@ class Level:
     @classmethod
     def of(cls, sides: SideBySide, place_of_bin: IntArray, parent_of_bin: IntArray, parent: IntArray) -> Level:
         """The level of which bin b is in place `place_of_bin[b]` (int64[B]), given each item's parent (int64[N])."""
-        raw, output = sides.raw, sides.output
         home, target = place_of_bin[sides.home], place_of_bin[sides.target]
         parent_of_place = np.zeros(int(place_of_bin[-1]) + 1, dtype=np.int64)
         parent_of_place[place_of_bin] = parent_of_bin
-        at_home, at_target = parent_of_place[home] == parent, parent_of_place[target] == parent
-        apart = home != target
-        starts_at_target = at_target & apart & (~at_home | (raw < output))
-        start = np.where(starts_at_target, target, np.where(at_home, home, _UNPLACED))
-        paid = np.where(starts_at_target, raw, np.where(apart, output, 0))  # by staying where it starts
-        other = np.where(apart & at_home & at_target, np.where(starts_at_target, home, target), _UNPLACED)
+        start, other = np.where(parent_of_place[home] == parent, home, _UNPLACED), np.full_like(home, _UNPLACED)
+        price = sides.raw + sides.output
+        apart = (home != target).nonzero()[0]
+        if len(apart):
+            raw, output, home, target = sides.raw[apart], sides.output[apart], home[apart], target[apart]
+            at_home, at_target = start[apart] >= 0, parent_of_place[target] == parent[apart]
+            starts_at_target = at_target & (~at_home | (raw < output))
+            start[apart] = np.where(starts_at_target, target, start[apart])
+            other[apart] = np.where(at_home & at_target, np.where(starts_at_target, home, target), _UNPLACED)
+            price[apart] -= np.where(starts_at_target, raw, output)  # paid by staying where it starts
         return cls(
             place=start,
             other=other,
-            price=raw + output - paid,
-            other_price=np.abs(raw - output),
+            price=price,
+            other_price=np.abs(sides.raw - sides.output),
             parent=parent,
             parent_of_place=parent_of_place,
             num_bins=np.bincount(place_of_bin),

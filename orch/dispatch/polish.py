@@ -20,15 +20,15 @@ from orch.comm.topology import IntArray
 from orch.cost import sum_by_bin
 from orch.dispatch.order import ascending, run_starts, starts_run
 from orch.dispatch.prices import Prices
-from orch.dispatch.two_swaps import MOST_SWAPS, best_two_swaps
+from orch.dispatch.two_swaps import MOST_SWAPS, NEVER, best_two_swaps, first_of_least
 
-_NEVER = np.iinfo(np.int64).max
 _FEW_ITEMS = 10  # of a pair of bins; 2^9 ways to split them
 _WORK_OF_SPLITS = 32  # trying them all, counted in items looked at; and the overhead of a round likewise
 _WORK_OF_ROUND = 4000
 _STALE = 2  # rounds without progress, after which two swaps are made at once
 _MOST_TWICE = 16  # pairs in a round, the fullest ones first
 _FEW_BINS = 4  # with so many to pair with, each has its turn
+_MOST_BITS = 62
 _LOW = 8  # the lowest eighth of what is above the goal waits
 _EXACT, _EXACT_SINGLE = 1 << 49, 1 << 20  # sums of so few costs below these are exact in float64 and float32
 
@@ -92,7 +92,7 @@ def polish(costs: IntArray, bin_of_item: IntArray, num_bins: int, limits: Limits
             break
         # The upper part of what is above the goal first: the rest is worth no work before these have come down. But
         # where nothing helps, other pairs may change what the fullest bin can be paired with.
-        floor = np.where(active, np.where(stale % 3 == 0, above // _LOW, 0), _NEVER)
+        floor = np.where(active, np.where(stale % 3 == 0, above // _LOW, 0), NEVER)
         pairs = state.pair(floor, stale)
         work += (
             state.improve(pairs, (stale >= _STALE) & limits.two_swaps) + 2 * num_bins + len(costs) // 4 + _WORK_OF_ROUND
@@ -189,7 +189,7 @@ class _State:
             few[:] = False
         twice = stale[self.scope[pairs.full]] & ~few
         if twice.any():
-            twice[ascending(np.where(twice, -self.excess[pairs.full], _NEVER))[_MOST_TWICE:]] = False
+            twice[ascending(np.where(twice, -self.excess[pairs.full], NEVER))[_MOST_TWICE:]] = False
         work = len(items)
         for which, step, work_of_pair in (
             (few, self._split, _WORK_OF_SPLITS),
@@ -205,22 +205,17 @@ class _State:
 
     def _swap(self, pairs: _Pairs, items: IntArray, pair: IntArray, in_full: npt.NDArray[np.bool_]) -> None:
         """Makes the best move or swap of each pair."""
-        leaves, others, pair_of_other, pair = items[in_full], items[~in_full], pair[~in_full], pair[in_full]
-        gap = (self.excess[pairs.full] - self.excess[pairs.empty])[pair]
-        more = self._more(leaves, pairs.empty[pair], others, pairs.full[pair_of_other])
+        leaves, pair_of_leaving = _by_pair(items[in_full], pair[in_full])
+        others, pair_of_other = _by_pair(items[~in_full], pair[~in_full])
+        gap = (self.excess[pairs.full] - self.excess[pairs.empty])[pair_of_leaving]
+        more = self._more(leaves, pairs.empty[pair_of_leaving], others, pairs.full[pair_of_other])
         miss, returns = self._missing(leaves, gap, more), np.full(len(leaves), -1, dtype=np.int64)
         for some in _by_price(more, others):
-            found, item = self._best_returns(leaves, pair, gap, others[some], pair_of_other[some], more)
+            found, item = self._best_returns(leaves, pair_of_leaving, gap, others[some], pair_of_other[some], more)
             better = found < miss
             miss, returns = np.where(better, found, miss), np.where(better, item, returns)
-        least = np.full(len(pairs), _NEVER, dtype=np.int64)
-        np.minimum.at(least, pair, miss)
-        winners = ((miss == least[pair]) & (miss < _NEVER)).nonzero()[0][::-1]
-        winner = np.full(len(pairs), -1, dtype=np.int64)
-        winner[pair[winners]] = winners  # the last to be written is the first
-        chosen = (winner >= 0).nonzero()[0]
-        winners = winner[chosen]
-        self._exchange(pairs, chosen, leaves[winners], returns[winners])
+        best = first_of_least(miss, pair_of_leaving)
+        self._exchange(pairs, pair_of_leaving[best], leaves[best], returns[best])
 
     def _swap_twice(self, pairs: _Pairs, items: IntArray, pair: IntArray, in_full: npt.NDArray[np.bool_]) -> None:
         """Makes the best two swaps of each pair."""
@@ -244,14 +239,14 @@ class _State:
     def _missing(
         self, leaves: IntArray, gap: IntArray, more: IntArray | None, returns: IntArray | None = None
     ) -> IntArray:
-        """How far a move or a swap misses level loads; `_NEVER` where it does not help, or takes too much."""
+        """How far a move or a swap misses level loads; `NEVER` where it does not help, or takes too much."""
         change = self.costs[leaves] if returns is None else self.costs[leaves] - self.costs[returns]
         miss = _miss(change, gap)
         if more is None:
             return miss
         assert self.prices is not None
         taken = more[leaves] if returns is None else more[leaves] + more[returns]
-        return np.where(taken <= self.prices.rate * gap, miss, _NEVER)
+        return np.where(taken <= self.prices.rate * gap, miss, NEVER)
 
     def _best_returns(
         self,
@@ -262,19 +257,22 @@ class _State:
         pair_of_other: IntArray,
         more: IntArray | None,
     ) -> tuple[IntArray, IntArray]:
-        """For each item that leaves how far its best swap misses level loads, and the one of the others it is for."""
-        stride = len(self.costs) + 1
-        keys = np.empty(len(others) + 2, dtype=np.int64)
-        keys[0], keys[-1] = -1, _NEVER  # of no pair
-        keys[1:-1] = pair_of_other * stride + others
-        keys.sort()
-        wish = self.costs[leaves] - gap // 2  # the cost of the ideal item to get back
-        at = keys.searchsorted(pair * stride + self.costs.searchsorted(wish))
-        least, best = np.full(len(leaves), _NEVER), np.full(len(leaves), -1, dtype=np.int64)
-        for key in (keys[at - 1], keys[at]):
-            of_pair, item = np.divmod(key, stride)
-            miss = self._missing(leaves, gap, more, item % len(self.costs))
-            better = (miss < least) & (of_pair == pair)
+        """For each item that leaves how far its best swap misses level loads, and the one of the others it is for.
+
+        All are in order of their pairs, and there by cost.
+        """
+        least, best = np.full(len(leaves), NEVER), np.full(len(leaves), -1, dtype=np.int64)
+        if not len(others):
+            return least, best
+        bits = min(int(self.costs[-1]).bit_length(), _MOST_BITS - int(pair[-1]).bit_length())
+        shift = int(self.costs[-1]).bit_length() - bits  # of costs so large that there is no room for a pair beside
+        keys = (pair_of_other << bits) | (self.costs[others] >> shift)
+        wish = np.maximum(self.costs[leaves] - gap // 2, 0)  # the cost of the ideal item to get back
+        at = keys.searchsorted((pair << bits) | (wish >> shift))
+        for near in (np.maximum(at - 1, 0), np.minimum(at, len(others) - 1)):
+            item = others[near]
+            miss = self._missing(leaves, gap, more, item)
+            better = (miss < least) & (pair_of_other[near] == pair)
             least, best = np.where(better, miss, least), np.where(better, item, best)
         return least, best
 
@@ -309,6 +307,12 @@ class _State:
         self.excess[empty[gains]] = (total - found)[gains] - self.goal[empty[gains]]
 
 
+def _by_pair(items: IntArray, pair: IntArray) -> tuple[IntArray, IntArray]:
+    """The items and their pairs, in order of these: what is looked up in that order lies close together."""
+    order = ascending(pair)
+    return items[order], pair[order]
+
+
 def _by_price(more: IntArray | None, items: IntArray) -> list[IntArray | slice]:
     """Positions of the items that spare something when they move, of those that take nothing more, and of the rest.
 
@@ -330,5 +334,5 @@ _SIDES = _sides()
 
 
 def _miss(change: IntArray, gap: IntArray) -> IntArray:
-    """How far the loads of a pair are from equal when `change` moves over; `_NEVER` where that does not help."""
-    return np.where((change <= 0) | (change >= gap), _NEVER, np.abs(2 * change - gap))
+    """How far the loads of a pair are from equal when `change` moves over; `NEVER` where that does not help."""
+    return np.where((change <= 0) | (change >= gap), NEVER, np.abs(2 * change - gap))

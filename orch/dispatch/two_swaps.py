@@ -18,7 +18,7 @@ from orch.dispatch.order import ascending, run_starts, starts_run
 MOST_SWAPS = 17 * 17
 """Single moves and swaps of a pair of bins that are looked at."""
 _MOST_ITEMS = 16  # of a bin: those in between are as good
-_NEVER = np.iinfo(np.int64).max
+NEVER = np.iinfo(np.int64).max
 _NONE = -1
 
 
@@ -60,16 +60,16 @@ def best_two_swaps(
     levels, level = np.unique(shifted, return_inverse=True)
     stride = len(levels) + 1
     at = (pair * stride + level).searchsorted(pair * stride + levels.searchsorted(gap[pair] // 2 - shifted))
-    miss, mate = np.full(len(pair), _NEVER), np.zeros(len(pair), dtype=np.int64)
+    miss, mate = np.full(len(pair), NEVER), np.zeros(len(pair), dtype=np.int64)
     for near in (np.maximum(at - 1, 0), np.minimum(at, len(pair) - 1)):
         apart = (leaves[near] != leaves) | (leaves == _NONE)
         apart &= (returns[near] != returns) | (returns == _NONE)
         change = shifted + shifted[near]
         helps = (pair[near] == pair) & apart & (change > 0) & (change < gap[pair])
-        missing = np.where(helps, np.abs(2 * change - gap[pair]), _NEVER)
+        missing = np.where(helps, np.abs(2 * change - gap[pair]), NEVER)
         better = missing < miss
         miss, mate = np.where(better, missing, miss), np.where(better, near, mate)
-    best = _first_of_least(miss, pair)
+    best = first_of_least(miss, pair)
     other = mate[best]
     change = shifted[best] + shifted[other]
     return TwoSwaps(
@@ -98,9 +98,9 @@ def _all_swaps(
     return of, table[2 * of + 1, leaving], table[2 * of, returning]
 
 
-def _first_of_least(values: IntArray, group: IntArray) -> IntArray:
-    """Positions of the first least value of each group (nondecreasing) that has one other than `_NEVER`."""
+def first_of_least(values: IntArray, group: IntArray) -> IntArray:
+    """Positions of the first least value of each group (nondecreasing) that has one other than `NEVER`."""
     least = np.minimum.reduceat(values, starts_run(group).nonzero()[0])
     number = starts_run(group).cumsum() - 1
-    found = ((values == least[number]) & (values < _NEVER)).nonzero()[0]
+    found = ((values == least[number]) & (values < NEVER)).nonzero()[0]
     return found[starts_run(group[found])]
