@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from orch.comm.counts import check_count
 from orch.comm.topology import IntArray, Topology
 from orch.config import BalanceConfig
 from orch.cost import batch_tokens
@@ -22,23 +23,37 @@ if TYPE_CHECKING:
 LLM = "llm"
 
 
-def memory_caps(
+def drawn_caps(
     lengths: StepLengths, topology: Topology, config: BalanceConfig, peaks: Mapping[str, int] | None = None
 ) -> dict[str, int | None]:
-    """The most tokens a batch of each stage may hold.
+    """The most tokens a batch of each stage needs unbalanced, in this step or an earlier one (`peaks`).
 
-    That of the largest batch as drawn, in this step or an earlier one (`peaks`), or `max_tokens` where this is less.
-    In mode "pre" encoders follow their samples and know `max_tokens` alone: None where there is none.
+    None for the encoders of mode "pre", which follow their samples.
+
+    Raises:
+        ValueError: If `peaks` names no stage of the step, or holds anything but whole numbers.
     """
-    limits = {LLM: config.llm.max_tokens} | {name: config.stage(name).max_tokens for name in lengths.stages}
-    caps: dict[str, int | None] = {}
-    for name, drawn in largest_drawn(lengths, topology, config).items():
-        limit, drawn = limits[name], max(drawn, (peaks or {}).get(name, 0))
-        if config.mode == "pre" and name != LLM:
-            caps[name] = limit
-        else:
-            caps[name] = drawn if limit is None else min(drawn, limit)
-    return caps
+    peaks = check_peaks(lengths, {} if peaks is None else peaks)
+    drawn = largest_drawn(lengths, topology, config)
+    follows = config.mode == "pre"
+    return {n: None if follows and n != LLM else max(size, peaks.get(n, 0)) for n, size in drawn.items()}
+
+
+def limited(caps: Mapping[str, int | None], config: BalanceConfig) -> dict[str, int | None]:
+    """The same caps, or the `max_tokens` of a stage where this is less; None where there is neither."""
+    limits = {name: (config.llm if name == LLM else config.stage(name)).max_tokens for name in caps}
+    return {n: min((c for c in (cap, limits[n]) if c is not None), default=None) for n, cap in caps.items()}
+
+
+def check_peaks(lengths: StepLengths, peaks: Mapping[str, int]) -> Mapping[str, int]:
+    """The same, or a `ValueError` that says what is wrong with it."""
+    if not isinstance(peaks, Mapping):
+        raise ValueError(f"`peaks` must be a dict from stages to tokens, but is {peaks!r} instead.")
+    for name, size in peaks.items():
+        if name != LLM and name not in lengths.stages:
+            raise ValueError(f"`peaks` must name stages of {[LLM, *lengths.stages]}, but names {name!r} instead.")
+        check_count(f"peaks[{name!r}]", size, least=0)
+    return peaks
 
 
 def largest_drawn(lengths: StepLengths, topology: Topology, config: BalanceConfig) -> dict[str, int]:

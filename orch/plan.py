@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +14,7 @@ from orch.comm.layout import Layout, Rearrangement
 from orch.comm.topology import IntArray, Topology, check_topology_kind
 from orch.config import BALANCE_MODES, BalanceConfig, StageConfig
 from orch.lengths import StepLengths
-from orch.memory import largest_batches, memory_caps
+from orch.memory import drawn_caps, largest_batches, limited
 
 __all__ = ["BALANCE_MODES", "BalanceConfig", "MicroStepPlan", "StageConfig", "StagePlan", "StepPlan", "plan_step"]
 
@@ -128,19 +128,27 @@ def plan_step(
     for name, ranks in (("home", lengths.home), ("group_rank", lengths.group_rank)):
         if int(ranks.max()) >= topology.num_ranks:
             raise ValueError(f"`{name}` must be below {topology.num_ranks}, but reaches {ranks.max()} instead.")
-    caps = memory_caps(lengths, topology, config, peaks)
-    least: dict[str, int] = {}
+    drawn = drawn_caps(lengths, topology, config, peaks)
+    caps = limited(drawn, config)
+    refused: list[dict[str, int]] = []
     for assignment in Assigner(lengths, topology, config, caps).candidates():
         plan = _lay_out(lengths, topology, assignment)
-        largest = largest_batches(lengths, plan, topology, config)
-        least = {name: min(size, least.get(name, size)) for name, size in largest.items()}
-        broken = [name for name, cap in caps.items() if cap is not None and largest[name] > cap]
-        if not broken:
+        refused.append(_beyond(caps, largest_batches(lengths, plan, topology, config)))
+        if not refused[-1]:
             return plan
-    raise ValueError(
-        f"`max_tokens` of stage {broken[0]!r} must be at least {least[broken[0]]} for this step, "
-        f"but is {caps[broken[0]]} instead."
-    )
+    raise ValueError(_describe_refusal([broken for broken in refused if not _beyond(drawn, broken)], caps))
+
+
+def _beyond(caps: Mapping[str, int | None], sizes: Mapping[str, int]) -> dict[str, int]:
+    """The sizes that are above the cap of their stage."""
+    return {name: size for name, size in sizes.items() if (cap := caps[name]) is not None and size > cap}
+
+
+def _describe_refusal(refused: Sequence[Mapping[str, int]], caps: Mapping[str, int | None]) -> str:
+    """What to allow for the plan that comes nearest to what is allowed."""
+    nearest = min(refused, key=lambda broken: (len(broken), max(size / (caps[n] or 1) for n, size in broken.items())))
+    needs = " and ".join(f"{size} of stage {name!r}, which allows {caps[name]}" for name, size in nearest.items())
+    return f"No plan for this step was found that keeps `max_tokens`: the nearest needs {needs}. Allow as much."
 
 
 def _lay_out(lengths: StepLengths, topology: Topology, assignment: Assignment) -> StepPlan:

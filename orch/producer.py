@@ -18,6 +18,7 @@ from orch.comm.topology import IntArray
 from orch.draw import DrawnSample, draw_sample, measure
 from orch.lengths import StepLengths, merge_lengths, pack_lengths
 from orch.loss import loss_scale
+from orch.memory import LLM
 from orch.metrics import StepMetrics, step_metrics
 from orch.micro_step import MicroStep, describe_samples
 from orch.plan import MicroStepPlan, StepPlan, plan_step
@@ -93,7 +94,8 @@ class StepProducer:
         left: Callable[[], int | None], num_ahead: int,
     ) -> None:  # fmt: skip
         self._loader, self._setup, self._report, self._left = loader, setup, report, left
-        self._peaks, self.begin = dict(begin.peaks), begin
+        self._peaks = {name: begin.peaks[name] for name in (LLM, *setup.stages) if name in begin.peaks}
+        self.begin = begin
         try:
             self._groups = _groups_of(loader, setup.topology.num_ranks)
             self.begin = ResumePoint.of(loader, begin.step, self._peaks)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -53,10 +54,31 @@ def test_every_sample_and_item_once_and_no_more_memory_than_drawn(problem):
     assert plan_step(lengths, topology, config).fingerprint() == plan.fingerprint()
     if config.mode == "none":
         assert_as_drawn(lengths, plan)
+    if config.mode == "post":
+        drawn = plan_step(lengths, topology, BalanceConfig("none", config.llm, config.stages))
+        slowest = step_loads(lengths, drawn, topology, config)
+        assert all(load <= slowest[name] for name, load in step_loads(lengths, plan, topology, config).items())
     metrics = step_metrics(lengths, plan, topology, config)
     for stage in metrics.stages.values():
         assert 1 - 1e-12 <= stage.bound <= stage.imbalance_after * (1 + 1e-12)
         assert np.isfinite([stage.imbalance_before, stage.imbalance_after, stage.bound]).all()
+
+
+def step_loads(lengths, plan, topology, config):
+    """The costliest rank of each micro-step, in all, by stage; without fillers."""
+    found = dict.fromkeys(["llm", *lengths.stages], 0)
+    for part in plan.micro_steps:
+        own = len(part.samples) - part.num_fillers
+        batches = {"llm": (config.llm, lengths.llm_length[part.samples[:own]], part.llm.rank_of_item[:own])}
+        for name, stage in part.stages.items():
+            items = lengths.stages[name]
+            real = np.isin(items.sample[stage.items], part.samples[:own])
+            _, first = np.unique(stage.items, return_index=True)  # not the copies that belong to fillers
+            real &= np.isin(np.arange(len(stage.items)), first)
+            batches[name] = config.stage(name), items.length[stage.items[real]], stage.encode.rank_of_item[real]
+        for name, (stage_config, sizes, ranks) in batches.items():
+            found[name] += int(stage_config.cost_model.loads(sizes, ranks, topology.num_ranks).max())
+    return found
 
 
 def assert_as_drawn(lengths, plan):
@@ -195,8 +217,57 @@ def test_max_tokens_is_met_where_the_drawn_step_breaks_it():
 def test_max_tokens_that_cannot_be_met_names_stage_cap_and_least(mode):
     lengths = one_stage([0, 1], [60, 60], [0, 1], [80, 40])
     config = BalanceConfig(mode, stages={"vision": StageConfig(max_tokens=79)})
-    with pytest.raises(ValueError, match=r"`max_tokens` of stage 'vision' must be at least 80 .* but is 79 instead"):
+    with pytest.raises(ValueError, match="needs 80 of stage 'vision', which allows 79"):
         plan_step(lengths, Topology(2), config)
+
+
+def test_a_refusal_names_the_stages_that_the_nearest_plan_breaks_and_allowing_that_is_enough():
+    lengths = one_stage([0, 0, 1], [6, 6, 0], [0], [10])
+    for of_llm in (6, 7, 11, 12):  # which a plan keeps
+        config = BalanceConfig("post", StageConfig(max_tokens=of_llm), {"vision": StageConfig(max_tokens=5)})
+        with pytest.raises(ValueError, match="the nearest needs 10 of stage 'vision', which allows 5"):
+            plan_step(lengths, Topology(2), config)
+    config = BalanceConfig("post", StageConfig(max_tokens=5), {"vision": StageConfig(max_tokens=5)})
+    needs = "needs 6 of stage 'llm', which allows 5 and 10 of stage 'vision', which allows 5"
+    with pytest.raises(ValueError, match=needs):
+        plan_step(lengths, Topology(2), config)
+    plan_step(lengths, Topology(2), BalanceConfig("post", StageConfig(max_tokens=6), {"vision": StageConfig()}))
+
+
+def test_following_refusals_comes_to_a_plan():
+    topology, num_refused = Topology(4, 2), 0
+    for seed in range(30):
+        lengths, limits = random_step(seed, 4, 4, 1 + seed % 3), {"llm": 300, "vision": 300, "audio": 300}
+        for _ in range(8):
+            llm, *others = (StageConfig(max_tokens=limit) for limit in limits.values())
+            config = BalanceConfig("post", llm, dict(zip(("vision", "audio"), others, strict=True)))
+            try:
+                plan_step(lengths, topology, config)
+                break
+            except ValueError as error:
+                needs = re.findall(r"(\d+) of stage '(\w+)', which allows (\d+)", str(error))
+                assert needs
+                assert all(int(need) > int(limit) == limits[name] for need, name, limit in needs)
+                limits |= {name: int(need) for need, name, _ in needs}
+                num_refused += 1
+        else:
+            pytest.fail(f"step {seed} is still refused with {limits}")
+    assert num_refused
+
+
+@pytest.mark.parametrize(
+    ("peaks", "message"),
+    [
+        ({"vison": 5}, r"`peaks` must name stages of \['llm', 'vision'\], but names 'vison'"),
+        ({"llm": -1}, r"`peaks\['llm'\]` must be a whole number of at least 0, but is -1"),
+        ({"llm": 1.5}, r"`peaks\['llm'\]` must be a whole number"),
+        ({"llm": None}, r"`peaks\['llm'\]` must be a whole number"),
+        (5, "`peaks` must be a dict"),
+    ],
+)
+def test_peaks_that_are_none_are_refused(peaks, message):
+    with pytest.raises(ValueError, match=message):
+        plan_step(one_stage([0], [5], [], []), Topology(1), None, peaks)
 
 
 def test_no_sample_and_ranks_beyond_the_topology_raise():
